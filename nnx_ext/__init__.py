@@ -1,0 +1,37 @@
+# Copyright 2026 The nnx_ext Authors.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Extensions for Flax NNX, imported beside it.
+
+``from flax import nnx; import nnx_ext``
+"""
+
+from nnx_ext import typing as typing
+from nnx_ext.multi_grad import grad_multi as grad_multi
+from nnx_ext.multi_grad import multi_plan as multi_plan
+from nnx_ext.multi_grad import value_and_grad_multi as value_and_grad_multi
+from nnx_ext.plan import LossPlan as LossPlan
+from nnx_ext.plan import MultiPlan as MultiPlan
+from nnx_ext.plan import PullbackPlan as PullbackPlan
+
+__version__ = '0.1.0'
+
+__all__ = [
+  'LossPlan',
+  'MultiPlan',
+  'PullbackPlan',
+  'grad_multi',
+  'multi_plan',
+  'typing',
+  'value_and_grad_multi',
+]
