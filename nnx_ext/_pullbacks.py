@@ -28,6 +28,7 @@ import typing as tp
 import jax
 import jax.numpy as jnp
 from jax.interpreters import partial_eval
+from jax.typing import ArrayLike
 
 from nnx_ext.typing import Leaf, Loss, Weight
 
@@ -61,7 +62,7 @@ class Linearization:
 
   losses: tuple[Loss, ...]
   differential: tp.Callable[..., tuple[Loss, ...]]
-  point: tuple[Leaf, ...]
+  point: tuple[ArrayLike, ...]
   reach: tuple[frozenset[int], ...]
   """For each loss, the leaves that it depends on. Structural: a dead relu
   is reached, a ``stop_gradient`` is not."""
@@ -128,7 +129,7 @@ class Linearization:
 
 def linearize(
   f: tp.Callable[..., tuple[tp.Sequence[Loss], tp.Any]],
-  point: tp.Sequence[Leaf],
+  point: tp.Sequence[ArrayLike],
 ) -> tuple[Linearization, tp.Any]:
   """Runs ``f(*point) -> (losses, aux)`` once; returns its linearization, aux.
 
@@ -144,7 +145,7 @@ def linearize(
 
 
 def _reach(
-  differential: tp.Callable, point: tp.Sequence[Leaf]
+  differential: tp.Callable, point: tp.Sequence[ArrayLike]
 ) -> tuple[frozenset[int], ...]:
   jaxpr = jax.make_jaxpr(differential)(*point).jaxpr
   count = len(jaxpr.outvars)
