@@ -18,13 +18,11 @@ same starting state; where flax itself raises, it is ``jax.grad`` of a pure
 function.
 """
 
-import functools
 import typing as tp
 
 import chex
 import jax
 import jax.numpy as jnp
-import optax
 from absl.testing import parameterized
 from flax import nnx
 
