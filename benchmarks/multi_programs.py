@@ -236,8 +236,10 @@ def a2c_step(program: Program, step: str = 'multi') -> tuple[Step, tuple]:
   return train, (actor, critic, *optimizers, x)
 
 
-def compiled(step: Step, arguments: tuple) -> tp.Any:
-  """``step`` compiled as a pure function of the arguments' state."""
+def compiled(step: Step, arguments: tuple) -> tuple[tp.Any, nnx.State]:
+  """``step`` compiled as a pure function of the arguments' state, and that
+  state.
+  """
   graphdef, state = nnx.split(arguments)
 
   def pure(state):
@@ -245,7 +247,7 @@ def compiled(step: Step, arguments: tuple) -> tp.Any:
     out = step(*arguments)
     return out, nnx.state(arguments)
 
-  return jax.jit(pure).lower(state).compile()
+  return jax.jit(pure).lower(state).compile(), state
 
 
 def flops(compiled) -> float:

@@ -47,7 +47,7 @@ class MultiBarsTest(parameterized.TestCase):
     program, step, peer, bar = FLOPS[case]
     steps = program.steps()
     flops, of_peer = (
-      programs.flops(programs.compiled(steps[name], program.arguments()))
+      programs.flops(programs.compiled(steps[name], program.arguments())[0])
       for name in (step, peer)
     )
     self.assertGreater(of_peer, 1e4)
@@ -56,7 +56,7 @@ class MultiBarsTest(parameterized.TestCase):
   def test_scanned_loops(self):
     program = programs.scanned()
     loops = {
-      name: programs.loops(programs.compiled(step, program.arguments()))
+      name: programs.loops(programs.compiled(step, program.arguments())[0])
       for name, step in program.steps().items()
     }
     self.assertEqual(loops['multi'], 4)
@@ -79,7 +79,7 @@ class MultiBarsTest(parameterized.TestCase):
       return values, grads, states
 
     hand = jax.jit(by_hand).lower(states).compile()
-    ours = programs.compiled(program.multi(), program.arguments())
+    ours, _ = programs.compiled(program.multi(), program.arguments())
     self.assertGreater(programs.temporary_bytes(hand), 1e4)
     self.assertLessEqual(
       programs.temporary_bytes(ours), 1.05 * programs.temporary_bytes(hand)
