@@ -59,6 +59,19 @@ class Call:
     name = self.names[argnum]
     return f'argument {argnum}' + (f' (`{name}`)' if name else '')
 
+  @property
+  def tree(self) -> tuple[tuple, dict[str, tp.Any]]:
+    """All arguments; a path in it begins with 0 or 1, then argnum or name."""
+    return self.args, self.kwargs
+
+  def where(self, path: tp.Sequence[tp.Any]) -> str:
+    """How messages speak of a place in ``tree``."""
+    kind, position, *rest = path
+    argument = (
+      f'keyword argument `{position}`' if kind else self.argument(position)
+    )
+    return f'{format_path(rest)} of {argument}' if rest else argument
+
   def position(self, argnum: int) -> int:
     """``argnum`` counted from the front, checked against the call."""
     count = len(self.args)
@@ -81,6 +94,11 @@ _POSITIONAL = (
   inspect.Parameter.POSITIONAL_ONLY,
   inspect.Parameter.POSITIONAL_OR_KEYWORD,
 )
+
+
+def format_path(path: tp.Sequence[tp.Any]) -> str:
+  """``('layers', 0, 'kernel')`` as ``'layers/0/kernel'``."""
+  return repr('/'.join(map(str, path)))
 
 
 def check_function(api: str, f: tp.Any) -> None:

@@ -33,10 +33,13 @@ import typing as tp
 import jax
 from flax import nnx
 
+from nnx_ext._call import Call, format_path
+
 # One tag for all calls: flax keeps a stack for each tag, so calls may nest.
 _CONTEXT_TAG = 'nnx_ext'
 
 PyTree = tp.Any
+Variables = list[tuple[tuple, nnx.Variable]]
 
 
 class Crossing(tp.Protocol):
@@ -114,15 +117,18 @@ class Mode:
     return self._map_objects(pick, twin)
 
   @contextlib.contextmanager
-  def crossing(self, api: str, tree: PyTree) -> tp.Iterator[Crossing]:
-    """Opens the boundary of a pure function for ``tree = (args, kwargs)``."""
+  def crossing(self, call: Call) -> tp.Iterator[Crossing]:
+    """Opens the boundary of a pure function for the arguments of ``call``."""
+    variables = self.variables(call.tree)
+    _refuse_references(call, variables)
     if self.graph_updates:
       with nnx.update_context(_CONTEXT_TAG):
-        yield _GraphCrossing(tree)
+        yield _GraphCrossing(call)
     else:
-      yield _VariableCrossing(api, tree, self)
+      _refuse_repeats(call, variables)
+      yield _VariableCrossing(call, self, [v for _, v in variables])
 
-  def variables(self, tree: PyTree) -> list[tuple[tp.Any, nnx.Variable]]:
+  def variables(self, tree: PyTree) -> Variables:
     """Paths and Variables of ``tree``, each once, in a fixed order."""
     if self.graph:
       return [
@@ -165,8 +171,8 @@ class Mode:
 class _GraphCrossing:
   """Default mode: flax's update context moves values and structure."""
 
-  def __init__(self, tree: PyTree):
-    pure = nnx.to_tree(tree, ctxtag=_CONTEXT_TAG)
+  def __init__(self, call: Call):
+    pure = nnx.to_tree(call.tree, ctxtag=_CONTEXT_TAG)
     self.leaves, self._treedef = jax.tree.flatten(pure)
 
   def call(self, f, leaves):
@@ -188,22 +194,20 @@ class _GraphCrossing:
 class _VariableCrossing:
   """The other modes: only Variables' new values leave the function."""
 
-  def __init__(self, api: str, tree: PyTree, mode: Mode):
-    self._api, self._mode = api, mode
-    self._variables = mode.variables(tree)
-    _refuse_repeats(api, self._variables)
-    self.leaves, self._treedef = jax.tree.flatten(mode._pure(tree))
+  def __init__(self, call: Call, mode: Mode, variables: list[nnx.Variable]):
+    self._call, self._mode, self._variables = call, mode, variables
+    self.leaves, self._treedef = jax.tree.flatten(mode._pure(call.tree))
 
   def call(self, f, leaves):
     pure = jax.tree.unflatten(self._treedef, leaves)
     args, kwargs = self._mode._objects(pure)
-    variables = [v for _, v in self._mode.variables((args, kwargs))]
-    before = [jax.tree.flatten(v) for v in variables]
+    inputs = self._mode.variables((args, kwargs))
+    before = [jax.tree.flatten(variable) for _, variable in inputs]
     result, aux = f(*args, **kwargs)
-    self._refuse_inputs(aux, variables)
+    self._refuse_inputs(aux, inputs)
     changed = {
       i: variable
-      for i, (variable, was) in enumerate(zip(variables, before))
+      for i, ((_, variable), was) in enumerate(zip(inputs, before))
       if _changed(jax.tree.flatten(variable), was)
     }
     return result, (changed, self._mode._pure(aux))
@@ -211,39 +215,45 @@ class _VariableCrossing:
   def settle(self, luggage):
     changed, aux = luggage
     for i, new in changed.items():
-      self._variables[i][1].update_from_state(new)
+      self._variables[i].update_from_state(new)
     return self._mode._objects(aux)
 
-  def _refuse_inputs(self, aux, variables):
-    inputs = {id(v): i for i, v in enumerate(variables)}
+  def _refuse_inputs(self, aux, inputs):
+    sources = {id(variable): path for path, variable in inputs}
     for path, variable in self._mode.variables(aux):
-      if id(variable) in inputs:
-        source, _ = self._variables[inputs[id(variable)]]
+      if id(variable) in sources:
+        place = f'at {format_path(path)}' if path else 'itself'
         raise ValueError(
-          f'{self._api}: the aux holds a Variable of the arguments: '
-          f'{format_path(path)} of the aux is {format_path(source[1:])} of '
-          'the call. '
-          'Outside the default mode a Variable cannot be both an input and '
-          'an output: return its value, `variable[...]`, or a copy from '
+          f'{self._call.api}: the aux holds, {place}, a Variable of the '
+          f'arguments: {self._call.where(sources[id(variable)])}. Outside '
+          'the default mode a Variable cannot be both an input and an '
+          'output: return its value, `variable[...]`, or a copy from '
           '`nnx.clone`.'
         )
 
 
-def format_path(path: tp.Sequence[tp.Any]) -> str:
-  """``('layers', 0, 'kernel')`` as ``'layers/0/kernel'``."""
-  return repr('/'.join(map(str, path))) if path else 'itself'
+def _refuse_references(call: Call, variables: Variables) -> None:
+  # A reference is written while f runs: an error could not leave it as it
+  # was, and JAX accumulates its gradient in place instead of returning it.
+  for path, variable in variables:
+    if variable.ref or variable.hijax:
+      kind = 'ref' if variable.ref else 'hijax'
+      raise TypeError(
+        f'{call.api}: {call.where(path)} is a Variable with '
+        f'{kind}=True, which cannot be differentiated through as a value. '
+        'Pass plain Variables, for example from '
+        f'nnx.vars_as(model, {kind}=False).'
+      )
 
 
-def _refuse_repeats(
-  api: str, variables: list[tuple[tp.Any, nnx.Variable]]
-) -> None:
-  seen: dict[int, tp.Any] = {}
+def _refuse_repeats(call: Call, variables: Variables) -> None:
+  seen: dict[int, tuple] = {}
   for path, variable in variables:
     first = seen.setdefault(id(variable), path)
     if first is not path:
       raise ValueError(
-        f'{api}: duplicate {type(variable).__name__} in the arguments, at '
-        f'{format_path(first[1:])} and at {format_path(path[1:])}. Tree mode '
+        f'{call.api}: duplicate {type(variable).__name__}: '
+        f'{call.where(path)} is also {call.where(first)}. Tree mode '
         '(graph=False) refuses shared Variables; pass graph=True.'
       )
 

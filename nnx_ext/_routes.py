@@ -28,8 +28,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from nnx_ext._call import Call
-from nnx_ext._mode import Mode, format_path
+from nnx_ext._call import Call, format_path
+from nnx_ext._mode import Mode
 from nnx_ext._per_loss import PerLoss
 from nnx_ext.typing import Argnums
 
@@ -100,8 +100,7 @@ class Router:
 
   def __init__(self, mode: Mode, call: Call, leaves: tp.Sequence[tp.Any]):
     self._mode, self._call, self._leaves = mode, call, leaves
-    self._twin_args, _ = mode.number((call.args, call.kwargs))
-    self._references = self._find_references()
+    self._twin_args, _ = mode.number(call.tree)
     self._targets: dict[tuple[int, tp.Any], Target] = {}
 
   def route(self, entry: tp.Any) -> Route:
@@ -166,20 +165,8 @@ class Router:
     for argnum, twin in enumerate(self._twin_args):
       for path, number in _leaves_with_path(twin):
         if number == leaf:
-          return f'{format_path(path)} of {self._call.argument(argnum)}'
+          return self._call.where((0, argnum, *path))
     return f'leaf {leaf}'
-
-  def _find_references(self) -> dict[int, tuple[tp.Any, str]]:
-    """Leaves held by reference, which JAX does not differentiate by."""
-    found = {}
-    for (path, real), (_, twin) in zip(
-      self._mode.variables(self._call.args),
-      self._mode.variables(self._twin_args),
-    ):
-      if real.ref or real.hijax:
-        for leaf in jax.tree.leaves(twin):
-          found[leaf] = (path, 'ref' if real.ref else 'hijax')
-    return found
 
   def _target(self, entry: int | nnx.DiffState) -> Target:
     if isinstance(entry, nnx.DiffState):
@@ -195,7 +182,6 @@ class Router:
       )
       target = Target(argnum, filter, template)
       self._refuse_empty(target)
-      self._refuse_references(target)
       self._targets[key] = target
     return self._targets[key]
 
@@ -242,17 +228,6 @@ class Router:
       'every leaf), or pass allow_int=True for gradients of dtype float0.'
     )
 
-  def _refuse_references(self, target: Target) -> None:
-    for leaf in target.leaves:
-      if leaf in self._references:
-        path, kind = self._references[leaf]
-        raise TypeError(
-          f'{self._call.api}: cannot differentiate by {self.path(leaf)}: it '
-          f'is a Variable with {kind}=True, whose gradient JAX would have to '
-          'accumulate in place. Make it a plain Variable, for example with '
-          f'nnx.vars_as(model, {kind}=False), or leave it out with a filter.'
-        )
-
   def _refuse_shared(self, targets: tp.Sequence[Target]) -> None:
     owner: dict[int, Target] = {}
     for target in targets:
@@ -260,8 +235,8 @@ class Router:
         first = owner.setdefault(leaf, target)
         if first is not target:
           raise ValueError(
-            f"{self._call.api}: with reduce='sum', {format_path(path)} of "
-            f'{self._call.argument(target.argnum)} is also part of '
+            f"{self._call.api}: with reduce='sum', "
+            f'{self._call.where((0, target.argnum, *path))} is also part of '
             f'{self._call.argument(first.argnum)}, so two optimizers would '
             'step it twice. Pass both in one argument, as a dict of Modules, '
             'or leave it out of one with a filter, nnx.DiffState'

@@ -96,8 +96,7 @@ def differentiate(
 ) -> Result:
   """Runs ``f`` once and pulls back as often as the plan says."""
   call = Call.bind(options.api, f, args, kwargs)
-  tree = (call.args, call.kwargs)
-  with options.mode.crossing(call.api, tree) as crossing:
+  with options.mode.crossing(call) as crossing:
     forward, luggage = _forward(f, options, call, crossing)
     gradients = forward.gradients()
     losses = forward.losses.pack(forward.linearization.losses)
@@ -110,8 +109,7 @@ def plan(
 ) -> MultiPlan:
   """The plan of the step, from a trace that computes and moves nothing."""
   call = Call.bind(options.api, f, args, kwargs)
-  tree = (call.args, call.kwargs)
-  with options.mode.crossing(call.api, tree) as crossing:
+  with options.mode.crossing(call) as crossing:
     return jax.eval_shape(
       lambda: _forward(f, options, call, crossing)[0].plan()
     )
