@@ -242,7 +242,7 @@ def _refuse_references(call: Call, variables: Variables) -> None:
         f'{call.api}: {call.where(path)} is a Variable with '
         f'{kind}=True, which cannot be differentiated through as a value. '
         'Pass plain Variables, for example from '
-        f'nnx.vars_as(model, {kind}=False).'
+        f'nnx.with_vars(model, {kind}=False).'
       )
 
 
