@@ -91,11 +91,8 @@ class Result(tp.NamedTuple):
   aux: tp.Any
 
 
-def differentiate(
-  f: tp.Callable, options: Options, args: tuple, kwargs: dict
-) -> Result:
+def differentiate(f: tp.Callable, options: Options, call: Call) -> Result:
   """Runs ``f`` once and pulls back as often as the plan says."""
-  call = Call.bind(options.api, f, args, kwargs)
   with options.mode.crossing(call) as crossing:
     forward, luggage = _forward(f, options, call, crossing)
     gradients = forward.gradients()
@@ -104,11 +101,8 @@ def differentiate(
   return Result(losses, gradients, aux)
 
 
-def plan(
-  f: tp.Callable, options: Options, args: tuple, kwargs: dict
-) -> MultiPlan:
+def plan(f: tp.Callable, options: Options, call: Call) -> MultiPlan:
   """The plan of the step, from a trace that computes and moves nothing."""
-  call = Call.bind(options.api, f, args, kwargs)
   with options.mode.crossing(call) as crossing:
     return jax.eval_shape(
       lambda: _forward(f, options, call, crossing)[0].plan()

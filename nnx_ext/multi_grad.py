@@ -18,7 +18,7 @@ import typing as tp
 
 from flax.typing import MISSING, Missing
 
-from nnx_ext._call import check_function
+from nnx_ext._call import Call, check_function
 from nnx_ext._step import Options, differentiate, plan
 from nnx_ext.plan import MultiPlan
 from nnx_ext.typing import Argnums, MultiOptions, Weights
@@ -419,15 +419,15 @@ def multi_plan(
   return _transform(plan, f, options)
 
 
-def _value_and_grad(f, options: Options, args: tuple, kwargs: dict) -> tp.Any:
-  result = differentiate(f, options, args, kwargs)
+def _value_and_grad(f, options: Options, call: Call) -> tp.Any:
+  result = differentiate(f, options, call)
   if options.has_aux:
     return (result.losses, result.aux), result.gradients
   return result.losses, result.gradients
 
 
-def _grad(f, options: Options, args: tuple, kwargs: dict) -> tp.Any:
-  result = differentiate(f, options, args, kwargs)
+def _grad(f, options: Options, call: Call) -> tp.Any:
+  result = differentiate(f, options, call)
   if options.has_aux:
     return result.gradients, result.aux
   return result.gradients
@@ -443,6 +443,6 @@ def _transform(
 
   @functools.wraps(f)
   def transformed(*args, **kwargs):
-    return run(f, options, args, kwargs)
+    return run(f, options, Call.bind(options.api, f, args, kwargs))
 
   return transformed
