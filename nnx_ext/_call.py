@@ -20,6 +20,8 @@ import typing as tp
 
 from flax import errors, nnx
 
+from nnx_ext import _words
+
 
 @dataclasses.dataclass(frozen=True)
 class Call:
@@ -43,7 +45,13 @@ class Call:
       signature = inspect.signature(f)
     except (TypeError, ValueError):  # a builtin tells no signature
       return cls(api, args, kwargs, (None,) * len(args))
-    bound = signature.bind(*args, **kwargs)
+    try:
+      bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+      name = getattr(f, '__name__', 'f')
+      raise TypeError(
+        f'{api}: `{name}{signature}` cannot be called so: {error}.'
+      ) from None
     if not isinstance(f, functools.partial):
       bound.apply_defaults()
     names: list[str | None] = [
@@ -70,7 +78,7 @@ class Call:
     argument = (
       f'keyword argument `{position}`' if kind else self.argument(position)
     )
-    return f'{format_path(rest)} of {argument}' if rest else argument
+    return f'{_words.path(rest)} of {argument}' if rest else argument
 
   def position(self, argnum: int) -> int:
     """``argnum`` counted from the front, checked against the call."""
@@ -96,16 +104,11 @@ _POSITIONAL = (
 )
 
 
-def format_path(path: tp.Sequence[tp.Any]) -> str:
-  """``('layers', 0, 'kernel')`` as ``'layers/0/kernel'``."""
-  return repr('/'.join(map(str, path)))
-
-
 def check_function(api: str, f: tp.Any) -> None:
   """Refuses what is no function, and bound methods, which hide their Module
   from the transform.
   """
-  if not callable(f):
+  if not callable(f) or isinstance(f, nnx.Variable):
     raise TypeError(
       f'{api}: `f` must be a function, got {type(f).__name__}. Options are '
       f'keyword-only: {api}(f, argnums=...).'

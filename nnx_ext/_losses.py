@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from nnx_ext import _words
 from nnx_ext.typing import Loss
 
 
@@ -58,69 +59,80 @@ def read_output(
     if type(out) is not tuple or len(out) != 2:
       raise ValueError(
         f'{api}: with has_aux=True `f` must return a pair (losses, aux), got '
-        f'{_describe(out)}.'
+        f'{_words.value(out)}.'
       )
     out, aux = out
   if not isinstance(out, (dict, tuple, list)):
     raise _not_a_container(api, out, has_aux)
-  children, treedef = jax.tree_util.tree_flatten_with_path(
-    out, is_leaf=lambda x: x is not out
-  )
-  if not children:
+  if not out:
     raise ValueError(
       f'{api}: `f` returned an empty {type(out).__name__}; it must hold one '
       'scalar loss or more.'
     )
+  children, treedef = _children(api, out)
   keys = tuple(_key(path[0]) for path, _ in children)
+  maybe_aux = not has_aux and type(out) is tuple and len(out) == 2
   values = [
-    _scalar(api, key, value, has_aux, holomorphic)
+    _scalar(api, key, value, maybe_aux, holomorphic)
     for key, (_, value) in zip(keys, children)
   ]
   return Losses(api, type(out), keys, treedef), values, aux
 
 
-def _scalar(api, key, value, has_aux, holomorphic) -> Loss:
+def _children(api: str, out: tp.Any) -> tuple[list, tp.Any]:
+  try:
+    return jax.tree_util.tree_flatten_with_path(
+      out, is_leaf=lambda x: x is not out
+    )
+  except (TypeError, ValueError) as error:  # JAX sorts the keys of a dict
+    kinds = ', '.join(f'{key!r} ({type(key).__name__})' for key in out)
+    raise TypeError(
+      f"{api}: the losses' keys must be of one sortable type, got {kinds}."
+    ) from error
+
+
+def _scalar(api, key, value, maybe_aux, holomorphic) -> Loss:
+  aux = ' If `f` returns (losses, aux), pass has_aux=True.' if maybe_aux else ''
+  wrong = f'{api}: loss {key!r} must be a scalar, got {_words.value(value)}.'
+  if value is None or isinstance(value, (tuple, list, dict)):
+    raise TypeError(wrong + aux)
   try:
     loss = jnp.asarray(value)
-  except (TypeError, ValueError):
-    loss = None
-  if loss is None or loss.shape != ():
-    hint = ''
-    if not has_aux and isinstance(key, int):
-      hint = ' If it is not a loss but aux, pass has_aux=True.'
-    elif loss is not None:
-      hint = ' Reduce it, for example with `.mean()`.'
-    raise (TypeError if loss is None else ValueError)(
-      f'{api}: loss {key!r} must be a scalar, got {_describe(value)}.{hint}'
-    )
-  wanted = jnp.complexfloating if holomorphic else jnp.floating
-  if not jnp.issubdtype(loss.dtype, wanted):
-    kind = 'complex' if holomorphic else 'real and inexact'
-    why = (
-      ' because of holomorphic=True'
-      if holomorphic
-      else '; take its real part, or pass holomorphic=True'
-      if jnp.issubdtype(loss.dtype, jnp.complexfloating)
-      else ''
-    )
-    raise TypeError(
-      f'{api}: loss {key!r} must be {kind}{why}, got {_describe(value)}.'
-    )
-  return loss
+  except (TypeError, ValueError) as error:
+    raise TypeError(wrong + aux) from error
+  if loss.shape != ():
+    raise ValueError(wrong + (aux or ' Reduce it, for example with `.mean()`.'))
+  is_complex = jnp.issubdtype(loss.dtype, jnp.complexfloating)
+  is_real = jnp.issubdtype(loss.dtype, jnp.floating)
+  if holomorphic and not is_complex:
+    wanted, hint = 'a complex scalar, because of holomorphic=True', ''
+  elif not holomorphic and is_complex:
+    wanted = 'a real floating-point scalar'
+    hint = '; take its real part, or pass holomorphic=True'
+  elif not holomorphic and not is_real:
+    wanted = 'a real floating-point scalar'
+    hint = '; cast it, for example with `.astype(jnp.float32)`'
+  else:
+    return loss
+  raise TypeError(
+    f'{api}: loss {key!r} must be {wanted}, got {_words.value(value)}{hint}.'
+  )
 
 
 def _not_a_container(api, out, has_aux) -> TypeError:
-  if isinstance(out, (jax.Array, np.ndarray, float)) and np.shape(out) == ():
+  scalars = (jax.Array, np.ndarray, np.generic, float, int)
+  if isinstance(out, scalars) and np.ndim(out) == 0:
     pair = ' (or (losses, aux), since has_aux=True)' if has_aux else ''
+    both = ' If both are losses, drop has_aux=True.' if has_aux else ''
     upstream = 'nnx.grad' if api == 'grad_multi' else 'nnx.value_and_grad'
     return TypeError(
       f'{api}: `f` returned a lone scalar; it must return several losses as '
       f"a dict, tuple, list or NamedTuple{pair}, like {{'loss': loss}}. For "
-      f'one loss use {upstream}.'
+      f'one loss use {upstream}.{both}'
     )
   return TypeError(
     f'{api}: `f` must return its losses as a flat dict, tuple, list or '
-    f'NamedTuple of scalars, got {_describe(out)}.'
+    f'NamedTuple of scalars, got {_words.value(out)}.'
   )
 
 
@@ -129,15 +141,3 @@ def _key(entry: tp.Any) -> tp.Any:
     if hasattr(entry, attribute):
       return getattr(entry, attribute)
   return str(entry)
-
-
-def _describe(value: tp.Any) -> str:
-  if isinstance(value, (jax.Array, np.ndarray)):
-    return f'{value.dtype} of shape {value.shape}'
-  if isinstance(value, (tuple, list, dict)):
-    return f'a {type(value).__name__} of {len(value)}'
-  return f'{type(value).__name__} ({value!r})'[:80]
-
-
-def list_keys(keys: tp.Iterable[tp.Any]) -> str:
-  return '[' + ', '.join(map(repr, keys)) + ']'

@@ -31,9 +31,10 @@ import dataclasses
 import typing as tp
 
 import jax
-from flax import nnx
+from flax import errors, nnx
 
-from nnx_ext._call import Call, format_path
+from nnx_ext import _words
+from nnx_ext._call import Call
 
 # One tag for all calls: flax keeps a stack for each tag, so calls may nest.
 _CONTEXT_TAG = 'nnx_ext'
@@ -122,11 +123,13 @@ class Mode:
     variables = self.variables(call.tree)
     _refuse_references(call, variables)
     if self.graph_updates:
+      # flax writes every Variable back, changed or not.
+      _check_writable(call, variables)
       with nnx.update_context(_CONTEXT_TAG):
         yield _GraphCrossing(call)
     else:
       _refuse_repeats(call, variables)
-      yield _VariableCrossing(call, self, [v for _, v in variables])
+      yield _VariableCrossing(call, self, variables)
 
   def variables(self, tree: PyTree) -> Variables:
     """Paths and Variables of ``tree``, each once, in a fixed order."""
@@ -194,7 +197,7 @@ class _GraphCrossing:
 class _VariableCrossing:
   """The other modes: only Variables' new values leave the function."""
 
-  def __init__(self, call: Call, mode: Mode, variables: list[nnx.Variable]):
+  def __init__(self, call: Call, mode: Mode, variables: Variables):
     self._call, self._mode, self._variables = call, mode, variables
     self.leaves, self._treedef = jax.tree.flatten(mode._pure(call.tree))
 
@@ -214,15 +217,17 @@ class _VariableCrossing:
 
   def settle(self, luggage):
     changed, aux = luggage
+    _check_writable(self._call, [self._variables[i] for i in changed])
     for i, new in changed.items():
-      self._variables[i].update_from_state(new)
+      _, variable = self._variables[i]
+      variable.update_from_state(new)
     return self._mode._objects(aux)
 
   def _refuse_inputs(self, aux, inputs):
     sources = {id(variable): path for path, variable in inputs}
     for path, variable in self._mode.variables(aux):
       if id(variable) in sources:
-        place = f'at {format_path(path)}' if path else 'itself'
+        place = f'at {_words.path(path)}' if path else 'itself'
         raise ValueError(
           f'{self._call.api}: the aux holds, {place}, a Variable of the '
           f'arguments: {self._call.where(sources[id(variable)])}. Outside '
@@ -230,6 +235,20 @@ class _VariableCrossing:
           'output: return its value, `variable[...]`, or a copy from '
           '`nnx.clone`.'
         )
+
+
+def _check_writable(call: Call, variables: Variables) -> None:
+  """Raises, before anything is written, where flax would raise in between."""
+  for path, variable in variables:
+    try:
+      variable.update_from_state(variable)  # keeps the very same array
+    except errors.TraceContextError as error:
+      raise errors.TraceContextError(
+        f'{call.api}: {call.where(path)} was made outside of the jit (or '
+        'other transform) that this call runs in, so its new value cannot be '
+        'written back. Pass the Module into the transform as an argument, '
+        f'and use nnx.jit: nnx.jit(step)(module, ...). Flax says: {error}'
+      ) from error
 
 
 def _refuse_references(call: Call, variables: Variables) -> None:

@@ -14,14 +14,14 @@
 """Options that are given once for all losses, or one entry for each."""
 
 import dataclasses
-import difflib
 import typing as tp
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nnx_ext._losses import Losses, list_keys
+from nnx_ext import _words
+from nnx_ext._losses import Losses
 from nnx_ext.typing import Weight, Weights
 
 T = tp.TypeVar('T')
@@ -74,8 +74,8 @@ class PerLoss(tp.Generic[T]):
     if len(self.entries) != len(losses):
       raise ValueError(
         f'{losses.api}: `{self.name}` has {len(self.entries)} entries, but '
-        f'`f` returned {len(losses)} losses {list_keys(losses.keys)}; give one '
-        'entry for each loss, or a single one for all.'
+        f'`f` returned {len(losses)} losses {_words.keys(losses.keys)}; give '
+        'one entry for each loss, or a single one for all.'
       )
     return list(self.entries)
 
@@ -90,7 +90,7 @@ class PerLoss(tp.Generic[T]):
       wanted = f'a tuple of {len(losses)} entries, in order'
     return ValueError(
       f'{losses.api}: `{self.name}` is {given}, but `f` returned its losses '
-      f'as a {losses.kind.__name__}, {list_keys(losses.keys)}; give '
+      f'as a {losses.kind.__name__}, {_words.keys(losses.keys)}; give '
       f'{wanted}, or a single entry for all losses.'
     )
 
@@ -99,18 +99,12 @@ class PerLoss(tp.Generic[T]):
     unknown = [k for k in entries if k not in losses.keys]
     parts = []
     if missing:
-      parts.append(f'has no entry for the losses {list_keys(missing)}')
+      parts.append(f'has no entry for the losses {_words.keys(missing)}')
     if unknown:
-      parts.append(f'names {list_keys(unknown)}, which `f` did not return')
-    hints = [
-      f'{near[0]!r} for {key!r}'
-      for key in unknown
-      if (near := difflib.get_close_matches(str(key), map(str, losses.keys)))
-    ]
-    hint = f' Did you mean {", ".join(hints)}?' if hints else ''
+      parts.append(f'names {_words.keys(unknown)}, which `f` did not return')
     return ValueError(
       f'{losses.api}: `{self.name}` {" and ".join(parts)}; the losses are '
-      f'{list_keys(losses.keys)}.{hint}'
+      f'{_words.keys(losses.keys)}.{_words.did_you_mean(unknown, losses.keys)}'
     )
 
 
@@ -118,12 +112,9 @@ def parse_weights(api: str, weights: Weights | None) -> PerLoss[Weight | None]:
   """Checks ``weights``: real scalars, which may be traced."""
 
   def entry(value):
-    real = isinstance(value, (int, float, np.ndarray, np.generic, jax.Array))
-    if (
-      not real
-      or isinstance(value, bool)
-      or not jnp.issubdtype(jnp.result_type(value), np.number)
-    ):
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    array = isinstance(value, (np.ndarray, np.generic, jax.Array))
+    if not number and not (array and _is_real(value.dtype)):
       raise TypeError(
         f'{api}: `weights` are numbers, one for all losses or one for each '
         f'in a dict, tuple or list, got {value!r}.'
@@ -138,3 +129,7 @@ def parse_weights(api: str, weights: Weights | None) -> PerLoss[Weight | None]:
   if weights is None:
     return PerLoss('weights', common=None)
   return PerLoss.parse('weights', weights, entry)
+
+
+def _is_real(dtype) -> bool:
+  return jnp.issubdtype(dtype, np.integer) or jnp.issubdtype(dtype, np.floating)

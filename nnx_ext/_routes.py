@@ -28,7 +28,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from nnx_ext._call import Call, format_path
+from nnx_ext import _words
+from nnx_ext._call import Call
 from nnx_ext._mode import Mode
 from nnx_ext._per_loss import PerLoss
 from nnx_ext.typing import Argnums
@@ -113,7 +114,7 @@ class Router:
         raise ValueError(
           f'{self._call.api}: {self._call.argument(argnum)} is repeated in '
           f'the argnums of one loss, {entry!r}. To select more of it use one '
-          f'filter: nnx.DiffState({argnum}, nnx.Any(...)).'
+          f'filter: nnx.DiffState({argnum}, nnx.Any(filter_a, filter_b)).'
         )
     return Route(targets, bare)
 
@@ -138,17 +139,29 @@ class Router:
 
     With ``allow_int`` the others have a gradient too, of dtype float0.
     """
-    inexact, refused = [], []
-    for leaf in sorted(leaves):
-      dtype = _dtype(self._leaves[leaf])
-      if dtype is not None and jnp.issubdtype(
-        dtype, jnp.complexfloating if holomorphic else jnp.inexact
-      ):
-        inexact.append(leaf)
-      elif holomorphic or not allow_int or dtype is None:
-        refused.append(leaf)
-    if refused:
-      raise self._not_differentiable(refused, holomorphic)
+    moved = jnp.complexfloating if holomorphic else jnp.inexact
+    dtypes = {leaf: _dtype(self._leaves[leaf]) for leaf in sorted(leaves)}
+    foreign = [leaf for leaf, dtype in dtypes.items() if dtype is None]
+    if foreign:
+      raise TypeError(
+        f'{self._call.api}: cannot differentiate by {self._list(foreign)}: '
+        'no array. Pass what is not differentiated as another argument.'
+      )
+    inexact = [leaf for leaf, dtype in dtypes.items() if _is(dtype, moved)]
+    others = [leaf for leaf, dtype in dtypes.items() if not _is(dtype, moved)]
+    if others and holomorphic:
+      raise TypeError(
+        f'{self._call.api}: with holomorphic=True every leaf must be '
+        f'complex, got {self._list(others)}.'
+      )
+    if others and not allow_int:
+      raise TypeError(
+        f'{self._call.api}: some leaves to differentiate by are neither real '
+        f'nor complex: {self._list(others)}. Select with '
+        'nnx.DiffState(argnum, nnx.Param), which works in every mode (outside '
+        'the default mode a bare argnum means every leaf), or pass '
+        'allow_int=True for gradients of dtype float0.'
+      )
     return inexact
 
   def owners(self, leaves: tp.Mapping[int, T]) -> dict[T, str]:
@@ -160,8 +173,16 @@ class Router:
           owners.setdefault(leaves[leaf], self._call.argument(argnum))
     return owners
 
-  def path(self, leaf: int) -> str:
-    """How messages speak of a leaf: its argument and path."""
+  def _list(self, leaves: tp.Sequence[int]) -> str:
+    """How messages speak of leaves: path, argument, dtype."""
+    listing = ', '.join(
+      f'{self._where(leaf)} ({_dtype_name(self._leaves[leaf])})'
+      for leaf in leaves[:4]
+    )
+    more = f' and {len(leaves) - 4} more' if len(leaves) > 4 else ''
+    return listing + more
+
+  def _where(self, leaf: int) -> str:
     for argnum, twin in enumerate(self._twin_args):
       for path, number in _leaves_with_path(twin):
         if number == leaf:
@@ -200,32 +221,16 @@ class Router:
       name = type(variable).__name__
       kinds[name] = kinds.get(name, 0) + 1
     holds = ', '.join(f'{count} {kind}' for kind, count in kinds.items())
-    paths = ', '.join(format_path(path) for path, _ in variables[:6])
+    paths = ', '.join(_words.path(path) for path, _ in variables[:6])
     more = ', ...' if len(variables) > 6 else ''
+    filter = _words.filter_(target.filter)
+    parts = {str(part) for path, _ in variables for part in path}
+    hint = _words.did_you_mean(_words.quoted(filter), sorted(parts))
+    kind = 'Param' if 'Param' in kinds else next(iter(kinds))
     raise ValueError(
-      f'{self._call.api}: the filter {_filter_name(target.filter)} matches '
-      f'nothing in {argument}, which holds {holds}, at {paths}{more}. '
-      f'Select with nnx.DiffState({target.argnum}, ...), for example '
-      f'nnx.DiffState({target.argnum}, nnx.Param).'
-    )
-
-  def _not_differentiable(self, leaves, holomorphic) -> TypeError:
-    listing = ', '.join(
-      f'{self.path(leaf)} ({_dtype_name(self._leaves[leaf])})'
-      for leaf in leaves[:4]
-    )
-    more = f' and {len(leaves) - 4} more' if len(leaves) > 4 else ''
-    api = self._call.api
-    if holomorphic:
-      return TypeError(
-        f'{api}: with holomorphic=True every leaf must be complex, got '
-        f'{listing}{more}.'
-      )
-    return TypeError(
-      f'{api}: some leaves to differentiate by are neither real nor complex: '
-      f'{listing}{more}. Select with nnx.DiffState(argnum, nnx.Param), which '
-      'works in every mode (outside the default mode a bare argnum means '
-      'every leaf), or pass allow_int=True for gradients of dtype float0.'
+      f'{self._call.api}: the filter {filter} matches nothing in {argument}, '
+      f'which holds {holds}, at {paths}{more}.{hint} Select, for example, '
+      f'with nnx.DiffState({target.argnum}, nnx.{kind}).'
     )
 
   def _refuse_shared(self, targets: tp.Sequence[Target]) -> None:
@@ -233,15 +238,22 @@ class Router:
     for target in targets:
       for path, leaf in _leaves_with_path(target.template):
         first = owner.setdefault(leaf, target)
-        if first is not target:
-          raise ValueError(
-            f"{self._call.api}: with reduce='sum', "
-            f'{self._call.where((0, target.argnum, *path))} is also part of '
-            f'{self._call.argument(first.argnum)}, so two optimizers would '
-            'step it twice. Pass both in one argument, as a dict of Modules, '
-            'or leave it out of one with a filter, nnx.DiffState'
-            f'({target.argnum}, nnx.All(nnx.Param, nnx.Not(...))).'
-          )
+        if first is target:
+          continue
+        argnum = target.argnum
+        leave_out = (
+          ' or leave it out of one: nnx.DiffState'
+          f'({argnum}, nnx.Not(nnx.PathContains({path[0]!r}))).'
+          if path
+          else '.'
+        )
+        raise ValueError(
+          f"{self._call.api}: with reduce='sum', "
+          f'{self._call.where((0, argnum, *path))} is also part of '
+          f'{self._call.argument(first.argnum)}, so two optimizers would '
+          'step it twice. Pass both in one argument, as a dict of Modules'
+          f'{"," if path else ""}{leave_out}'
+        )
 
 
 def _check_argnum(api: str, value: tp.Any) -> int | nnx.DiffState:
@@ -250,9 +262,18 @@ def _check_argnum(api: str, value: tp.Any) -> int | nnx.DiffState:
     raise TypeError(
       f'{api}: argnums are ints or nnx.DiffState(int, filter), got {value!r}.'
     )
-  if isinstance(value, nnx.DiffState):
-    return value
-  return operator.index(value)
+  if not isinstance(value, nnx.DiffState):
+    return operator.index(value)
+  try:
+    nnx.filterlib.to_predicate(value.filter)
+  except (TypeError, ValueError) as error:
+    raise TypeError(
+      f'{api}: argnums: {value.filter!r} is no nnx filter, in '
+      f'DiffState({argnum}, {value.filter!r}). Use a Variable type, '
+      'nnx.PathContains(name), a predicate of (path, value), or another '
+      'filter of nnx.filterlib.'
+    ) from error
+  return value
 
 
 def _any(filters: tp.Sequence[Filter | None]) -> Filter | None:
@@ -261,15 +282,15 @@ def _any(filters: tp.Sequence[Filter | None]) -> Filter | None:
   return filters[0] if len(filters) == 1 else nnx.Any(*filters)
 
 
-def _filter_name(filter: tp.Any) -> str:
-  return filter.__name__ if isinstance(filter, type) else repr(filter)
-
-
 def _dtype(leaf: tp.Any) -> tp.Any:
   try:
     return jnp.result_type(leaf)
   except TypeError:
     return None
+
+
+def _is(dtype: tp.Any, kind: tp.Any) -> bool:
+  return jnp.issubdtype(dtype, kind)
 
 
 def _dtype_name(leaf: tp.Any) -> str:

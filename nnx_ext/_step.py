@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from nnx_ext import _words
 from nnx_ext._call import Call, explain_captured
 from nnx_ext._losses import Losses, read_output
 from nnx_ext._mode import Crossing, Mode
@@ -66,7 +67,8 @@ class Options:
     graph_updates: bool | None,
   ) -> 'Options':
     if reduce not in (None, 'sum'):
-      raise ValueError(
+      wrong = ValueError if isinstance(reduce, str) else TypeError
+      raise wrong(
         f"{api}: `reduce` must be None (one gradient a loss) or 'sum' (one "
         f'gradient an argument), got {reduce!r}.'
       )
@@ -213,9 +215,12 @@ class _Forward:
 
   def _unreached(self, key, target: Target) -> str:
     argument = self.call.argument(target.argnum)
+    selected = (
+      f' selected by {_words.filter_(target.filter)}' if target.filter else ''
+    )
     return (
       f'{self.call.api}: loss {key!r} does not depend on any of the '
-      f'{len(target.leaves)} leaves of {argument} that it is to be '
+      f'{len(target.leaves)} leaves of {argument}{selected} that it is to be '
       'differentiated by. Was the forward pass run outside the function, so '
       'that its results are constants here? Run it inside, from the Modules '
       'that the function receives. If a zero gradient is meant, pass '

@@ -438,7 +438,7 @@ def _transform(
 ) -> tp.Any:
   """Binds ``run`` to ``f``, now or, in the decorator form, later."""
   if isinstance(f, Missing):
-    return functools.partial(_transform, run, options=options)
+    return _decorator(run, options)
   check_function(options.api, f)
 
   @functools.wraps(f)
@@ -446,3 +446,16 @@ def _transform(
     return run(f, options, Call.bind(options.api, f, args, kwargs))
 
   return transformed
+
+
+def _decorator(run: tp.Callable[..., tp.Any], options: Options) -> tp.Any:
+  def decorator(*args, **kwargs):
+    if len(args) != 1 or kwargs:
+      got = [type(arg).__name__ for arg in args] + [*map(repr, kwargs)]
+      raise TypeError(
+        f'{options.api}: with options alone it is a decorator, which takes '
+        f'only the function `f`, got ({", ".join(got)}).'
+      )
+    return _transform(run, args[0], options)
+
+  return decorator
