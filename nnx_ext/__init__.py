@@ -23,6 +23,9 @@ from nnx_ext.multi_grad import value_and_grad_multi as value_and_grad_multi
 from nnx_ext.plan import LossPlan as LossPlan
 from nnx_ext.plan import MultiPlan as MultiPlan
 from nnx_ext.plan import PullbackPlan as PullbackPlan
+from nnx_ext.reparam import reparam_grad as reparam_grad
+from nnx_ext.reparam import reparam_value_and_grad as reparam_value_and_grad
+from nnx_ext.substitute import substitute as substitute
 
 __version__ = '0.1.0'
 
@@ -32,6 +35,9 @@ __all__ = [
   'PullbackPlan',
   'grad_multi',
   'multi_plan',
+  'reparam_grad',
+  'reparam_value_and_grad',
+  'substitute',
   'typing',
   'value_and_grad_multi',
 ]

@@ -19,6 +19,7 @@ import inspect
 import typing as tp
 
 from flax import errors, nnx
+from flax.typing import Missing
 
 from nnx_ext import _words
 
@@ -140,5 +141,30 @@ def explain_captured(api: str, f: tp.Callable) -> tp.Callable:
         'and rng counts change in a forward pass, too). Pass it as an '
         f'argument: {api}({name}, ...)(module, ...). Flax says: {error}'
       ) from error
+
+  return wrapper
+
+
+def transformed(
+  api: str, f: tp.Any, run: tp.Callable[[tp.Callable, tuple, dict], tp.Any]
+) -> tp.Callable[..., tp.Any]:
+  """``f``, its calls made by ``run``; a decorator where ``f`` is missing."""
+  if isinstance(f, Missing):
+
+    def decorator(*args, **kwargs):
+      if len(args) != 1 or kwargs:
+        got = [type(arg).__name__ for arg in args] + [*map(repr, kwargs)]
+        raise TypeError(
+          f'{api}: with options alone it is a decorator, which takes only '
+          f'the function `f`, got ({", ".join(got)}).'
+        )
+      return transformed(api, args[0], run)
+
+    return decorator
+  check_function(api, f)
+
+  @functools.wraps(f)
+  def wrapper(*args, **kwargs):
+    return run(f, args, kwargs)
 
   return wrapper

@@ -222,7 +222,7 @@ class Router:
       kinds[name] = kinds.get(name, 0) + 1
     holds = ', '.join(f'{count} {kind}' for kind, count in kinds.items())
     paths = ', '.join(_words.path(path) for path, _ in variables[:6])
-    more = ', ...' if len(variables) > 6 else ''
+    more = f' and {len(variables) - 6} more' if len(variables) > 6 else ''
     filter = _words.filter_(target.filter)
     parts = {str(part) for path, _ in variables for part in path}
     hint = _words.did_you_mean(_words.quoted(filter), sorted(parts))

@@ -92,6 +92,15 @@ class Result(tp.NamedTuple):
   gradients: tp.Any
   aux: tp.Any
 
+  def value_and_grad(self, has_aux: bool) -> tp.Any:
+    """As ``jax.value_and_grad`` returns it."""
+    values = (self.losses, self.aux) if has_aux else self.losses
+    return values, self.gradients
+
+  def grad(self, has_aux: bool) -> tp.Any:
+    """As ``jax.grad`` returns it."""
+    return (self.gradients, self.aux) if has_aux else self.gradients
+
 
 def differentiate(f: tp.Callable, options: Options, call: Call) -> Result:
   """Runs ``f`` once and pulls back as often as the plan says."""
@@ -215,12 +224,10 @@ class _Forward:
 
   def _unreached(self, key, target: Target) -> str:
     argument = self.call.argument(target.argnum)
-    selected = (
-      f' selected by {_words.filter_(target.filter)}' if target.filter else ''
-    )
+    filter = f'{_words.filter_(target.filter)} ' if target.filter else ''
     return (
       f'{self.call.api}: loss {key!r} does not depend on any of the '
-      f'{len(target.leaves)} leaves of {argument}{selected} that it is to be '
+      f'{len(target.leaves)} {filter}leaves of {argument} that it is to be '
       'differentiated by. Was the forward pass run outside the function, so '
       'that its results are constants here? Run it inside, from the Modules '
       'that the function receives. If a zero gradient is meant, pass '

@@ -13,12 +13,11 @@
 # limitations under the License.
 """Several losses from one forward pass, each with its own gradient."""
 
-import functools
 import typing as tp
 
 from flax.typing import MISSING, Missing
 
-from nnx_ext._call import Call, check_function
+from nnx_ext._call import Call, transformed
 from nnx_ext._step import Options, differentiate, plan
 from nnx_ext.plan import MultiPlan
 from nnx_ext.typing import Argnums, MultiOptions, Weights
@@ -109,10 +108,13 @@ def value_and_grad_multi(
     ...     self.actor = nnx.Linear(16, 2, rngs=rngs)
     ...     self.critic = nnx.Linear(16, 1, rngs=rngs)
     ...
+    >>> def params_outside(part):
+    ...   return nnx.All(nnx.Param, nnx.Not(nnx.PathContains(part)))
+    ...
     >>> @nnx_ext.value_and_grad_multi(
     ...   argnums={
-    ...     'policy': nnx.DiffState(0, nnx.Not(nnx.PathContains('critic'))),
-    ...     'value': nnx.DiffState(0, nnx.Not(nnx.PathContains('actor'))),
+    ...     'policy': nnx.DiffState(0, params_outside('critic')),
+    ...     'value': nnx.DiffState(0, params_outside('actor')),
     ...   },
     ...   reduce='sum',
     ...   weights={'policy': 1.0, 'value': 0.5},
@@ -205,7 +207,12 @@ def value_and_grad_multi(
     graph=graph,
     graph_updates=graph_updates,
   )
-  return _transform(_value_and_grad, f, options)
+
+  def run(f, args, kwargs):
+    call = Call.bind(options.api, f, args, kwargs)
+    return differentiate(f, options, call).value_and_grad(has_aux)
+
+  return transformed(options.api, f, run)
 
 
 @tp.overload
@@ -300,7 +307,12 @@ def grad_multi(
     graph=graph,
     graph_updates=graph_updates,
   )
-  return _transform(_grad, f, options)
+
+  def run(f, args, kwargs):
+    call = Call.bind(options.api, f, args, kwargs)
+    return differentiate(f, options, call).grad(has_aux)
+
+  return transformed(options.api, f, run)
 
 
 @tp.overload
@@ -334,8 +346,9 @@ def multi_plan(
 
   One pullback serves several losses when none of them reaches a leaf that
   only another is differentiated by. A loss that leaks into such a leaf costs
-  a pullback of its own there; ``jax.lax.stop_gradient`` on the value that
-  leaks is then a saving, never a matter of correctness.
+  a pullback of its own there. Between separate networks a
+  ``jax.lax.stop_gradient`` on the value that leaks only saves that pullback;
+  in parameters that the losses share it changes the gradient.
 
   Example::
 
@@ -416,46 +429,8 @@ def multi_plan(
     graph=graph,
     graph_updates=graph_updates,
   )
-  return _transform(plan, f, options)
 
+  def run(f, args, kwargs):
+    return plan(f, options, Call.bind(options.api, f, args, kwargs))
 
-def _value_and_grad(f, options: Options, call: Call) -> tp.Any:
-  result = differentiate(f, options, call)
-  if options.has_aux:
-    return (result.losses, result.aux), result.gradients
-  return result.losses, result.gradients
-
-
-def _grad(f, options: Options, call: Call) -> tp.Any:
-  result = differentiate(f, options, call)
-  if options.has_aux:
-    return result.gradients, result.aux
-  return result.gradients
-
-
-def _transform(
-  run: tp.Callable[..., tp.Any], f: tp.Any, options: Options
-) -> tp.Any:
-  """Binds ``run`` to ``f``, now or, in the decorator form, later."""
-  if isinstance(f, Missing):
-    return _decorator(run, options)
-  check_function(options.api, f)
-
-  @functools.wraps(f)
-  def transformed(*args, **kwargs):
-    return run(f, options, Call.bind(options.api, f, args, kwargs))
-
-  return transformed
-
-
-def _decorator(run: tp.Callable[..., tp.Any], options: Options) -> tp.Any:
-  def decorator(*args, **kwargs):
-    if len(args) != 1 or kwargs:
-      got = [type(arg).__name__ for arg in args] + [*map(repr, kwargs)]
-      raise TypeError(
-        f'{options.api}: with options alone it is a decorator, which takes '
-        f'only the function `f`, got ({", ".join(got)}).'
-      )
-    return _transform(run, args[0], options)
-
-  return decorator
+  return transformed(options.api, f, run)

@@ -69,22 +69,26 @@ class MultiPlan:
     for loss in self.losses:
       name = str(loss.name).ljust(width)
       by = ', '.join(
-        f'{argument}: reaches {reached} of {selected} leaves'
+        f'{argument}: reaches {reached} of {_leaves(selected)}'
         for argument, reached, selected in loss.differentiated_by
       )
       lines.append(f'loss {name}  by {by}')
       lines += [
-        f'     {"":{width}}  kept out: {leaves} leaves of {argument}'
+        f'     {"":{width}}  kept out: {_leaves(leaves)} of {argument}'
         for argument, leaves in loss.kept_out
       ]
     for i, pullback in enumerate(self.pullbacks, 1):
       names = ' + '.join(map(str, pullback.losses))
       lines.append(
         f'pullback {i} of {len(self.pullbacks)}: {names} -> '
-        f'{pullback.leaves} leaves'
+        f'{_leaves(pullback.leaves)}'
       )
     if not self.pullbacks:
       lines.append('no pullback: every gradient is zero')
     return '\n'.join(lines)
 
   __repr__ = __str__
+
+
+def _leaves(count: int) -> str:
+  return f'{count} leaf' if count == 1 else f'{count} leaves'

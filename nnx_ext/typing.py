@@ -20,7 +20,7 @@ from flax import nnx
 from jaxtyping import Inexact, Num, Shaped
 
 Leaf = Shaped[jax.Array, '...']
-"""An array of any shape and dtype: one leaf of the arguments."""
+"""One leaf of the arguments, an array of any shape and dtype."""
 
 Loss = Inexact[jax.Array, '']
 """A scalar loss, real or complex."""
@@ -32,13 +32,16 @@ Argnum = int | nnx.DiffState
 """One argument to differentiate by, whole or through a filter."""
 
 LossArgnums = Argnum | tp.Sequence[Argnum]
-"""What one loss is differentiated by: what ``nnx.grad`` takes."""
+"""What one loss is differentiated by, in the forms of ``nnx.grad``."""
 
 Argnums = Argnum | tp.Mapping[tp.Any, LossArgnums] | tp.Sequence[LossArgnums]
 """For all losses together, or one entry for each loss."""
 
 Weights = Weight | tp.Mapping[tp.Any, Weight] | tp.Sequence[Weight]
 """For all losses together, or one entry for each loss."""
+
+Values = nnx.State | tp.Mapping[tp.Any, tp.Any]
+"""Arrays, or Variables that hold them, by path."""
 
 
 class MultiOptions(tp.TypedDict, total=False):
