@@ -16,10 +16,16 @@
 ``from flax import nnx; import nnx_ext``
 """
 
+from nnx_ext import parametrizations as parametrizations
 from nnx_ext import typing as typing
 from nnx_ext.multi_grad import grad_multi as grad_multi
 from nnx_ext.multi_grad import multi_plan as multi_plan
 from nnx_ext.multi_grad import value_and_grad_multi as value_and_grad_multi
+from nnx_ext.parametrize import assign as assign
+from nnx_ext.parametrize import bake as bake
+from nnx_ext.parametrize import kl as kl
+from nnx_ext.parametrize import materialize as materialize
+from nnx_ext.parametrize import parametrize as parametrize
 from nnx_ext.plan import LossPlan as LossPlan
 from nnx_ext.plan import MultiPlan as MultiPlan
 from nnx_ext.plan import PullbackPlan as PullbackPlan
@@ -33,8 +39,14 @@ __all__ = [
   'LossPlan',
   'MultiPlan',
   'PullbackPlan',
+  'assign',
+  'bake',
   'grad_multi',
+  'kl',
+  'materialize',
   'multi_plan',
+  'parametrizations',
+  'parametrize',
   'reparam_grad',
   'reparam_value_and_grad',
   'substitute',
