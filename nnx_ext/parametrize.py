@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from nnx_ext import _words
+from nnx_ext._names import Names, Path
 from nnx_ext.parametrizations._base import (
   Parametrization,
   Slot,
@@ -33,7 +34,6 @@ M = tp.TypeVar('M')
 Filter = nnx.filterlib.Filter
 Factory = tp.Callable[[jax.Array], Parametrization]
 Rules = tp.Mapping[Filter, Factory] | tp.Sequence[tuple[Filter, Factory]]
-Path = tuple[tp.Any, ...]
 
 # How a Param says where it lives; for parameters of the weight's own shape.
 _SHARDING = ('out_sharding', 'sharding_names', 'sharding_rules', 'mesh')
@@ -238,21 +238,17 @@ def assign(model: M, path: str | Path, weight: jax.Array) -> M:
       argument of the parametrization's ``__init__`` is not to be found.
   """
   wanted = tuple(path.split('/')) if isinstance(path, str) else path
-  wanted = tuple(map(str, wanted))
   model = nnx.clone(model)
-  known: dict[tuple[str, ...], Parametrization] = {}
-  for place, node in _parametrizations(model):
-    known[tuple(map(str, place))] = node
-    if node._slot is not None:
-      known.setdefault(tuple(map(str, node._slot.path)), node)
-  if wanted not in known:
-    names = sorted('/'.join(name) for name in known)
-    name = '/'.join(wanted)
+  known = dict(_parametrizations(model))
+  place = Names(model, known).resolve(wanted)
+  if place is None:
+    names = sorted('/'.join(map(str, name)) for name in known)
+    name = '/'.join(map(str, wanted))
     raise ValueError(
       f'assign: no parametrization stands at {name!r}; they stand at '
       f'{names}.{_words.did_you_mean([name], names)}'
     )
-  old = known[wanted]
+  old = known[place]
   shape, dtype = old.shape, old.dtype
   if jnp.shape(weight) != shape:
     raise ValueError(
@@ -349,9 +345,8 @@ def _build(
       f'{api}: the factory `{name}` for {_words.path(slot.path)} must return '
       f'a Parametrization, got {_words.value(built)}.'
     )
-  abstract = abstract_weight(built)
-  check_weight(api, slot, abstract, type(built).__name__)
-  built._slot = slot
+  built._slot = slot  # first: a call may ask for the shape
+  check_weight(api, slot, abstract_weight(built), type(built).__name__)
   sharding = {k: v for k, v in slot.metadata if k in _SHARDING and v}
   for _, theta in nnx.iter_graph(built, graph=True):
     if isinstance(theta, nnx.Param) and jnp.shape(theta) == slot.shape:

@@ -21,10 +21,10 @@ import numpy as np
 from flax import nnx
 
 from nnx_ext import _words
+from nnx_ext._names import Names, Path
 from nnx_ext.typing import Values
 
 M = tp.TypeVar('M')
-Path = tuple[tp.Any, ...]
 
 
 def substitute(
@@ -98,7 +98,7 @@ def find_slots(
       f'{api}: the values must be an nnx.State or a dict by path, like '
       f'{_example(variables)}, got {_words.value(values)}.'
     )
-  names = _Names(model, variables)
+  names = Names(model, variables)
   slots: dict[Path, tuple[nnx.Variable, tp.Any]] = {}
   given: dict[Path, tuple[Path, tp.Any]] = {}
   for path, raw in _walk(values, (), names):
@@ -124,37 +124,8 @@ def find_slots(
   return slots
 
 
-class _Names:
-  """Every path by which a Variable may be called."""
-
-  def __init__(self, model: tp.Any, variables: tp.Mapping[Path, tp.Any]):
-    self._canonical = {tuple(map(str, path)): path for path in variables}
-    self._groups = [
-      [tuple(map(str, path)) for path in group]
-      for group in nnx.find_duplicates(model)
-    ]
-
-  def resolve(self, path: Path) -> Path | None:
-    """The canonical path of a Variable, or None."""
-    return self._resolve(tuple(map(str, path)), len(self._groups))
-
-  def _resolve(self, path: tuple[str, ...], depth: int) -> Path | None:
-    if path in self._canonical or depth < 0:
-      return self._canonical.get(path)
-    for group in self._groups:
-      for alias in group:
-        if path[: len(alias)] != alias:
-          continue
-        for other in group:
-          if other != alias:
-            found = self._resolve(other + path[len(alias) :], depth - 1)
-            if found is not None:
-              return found
-    return None
-
-
 def _walk(
-  values: tp.Any, path: Path, names: _Names
+  values: tp.Any, path: Path, names: Names
 ) -> tp.Iterator[tuple[Path, tp.Any]]:
   # A Variable may hold a dict: what stands at its path is a value.
   if isinstance(values, tp.Mapping) and names.resolve(path) is None:
