@@ -257,6 +257,9 @@ def assign(model: M, path: str | Path, weight: jax.Array) -> M:
     )
   slot = old._slot or Slot(wanted, shape, dtype, nnx.Param, ())
   new = _build('assign', _like(old), slot, jnp.asarray(weight, dtype))
+  for mode in ('deterministic', 'use_running_average'):
+    if mode in vars(old):
+      setattr(new, mode, getattr(old, mode))
   # Mapping makes new objects, but static attributes stay the very same.
   old._slot = mark = dataclasses.replace(slot)
   return _map(
@@ -349,7 +352,9 @@ def _build(
   check_weight(api, slot, abstract_weight(built), type(built).__name__)
   sharding = {k: v for k, v in slot.metadata if k in _SHARDING and v}
   for _, theta in nnx.iter_graph(built, graph=True):
-    if isinstance(theta, nnx.Param) and jnp.shape(theta) == slot.shape:
+    if not isinstance(theta, nnx.Variable):
+      continue
+    if getattr(theta.get_value(), 'shape', None) == slot.shape:
       for key, value in sharding.items():
         if not theta.get_metadata().get(key):
           theta.set_metadata(key, value)

@@ -304,8 +304,8 @@ class SurgeryTest(parameterized.TestCase):
       nnx.Linear(2, 2, rngs=_rngs()),
       _matrices(lambda w: Noisy(w, rngs=rngs)),
     )
+    model.eval()  # which assign keeps, too
     moved = nnx_ext.assign(model, 'kernel', jnp.ones((2, 2)))
-    moved.eval()
     chex.assert_trees_all_close(moved.kernel[...], jnp.ones((2, 2)))
 
   def test_modes_and_bake(self):

@@ -14,9 +14,57 @@
 """Parametrizations of weights, for :func:`nnx_ext.parametrize`."""
 
 from nnx_ext.parametrizations._base import Parametrization as Parametrization
+from nnx_ext.parametrizations.constraints import Interval as Interval
+from nnx_ext.parametrizations.constraints import Positive as Positive
+from nnx_ext.parametrizations.constraints import Simplex as Simplex
+from nnx_ext.parametrizations.fixed import EMA as EMA
+from nnx_ext.parametrizations.fixed import Masked as Masked
+from nnx_ext.parametrizations.fixed import Scaled as Scaled
+from nnx_ext.parametrizations.gaussian import (
+  GaussianMeanField as GaussianMeanField,
+)
+from nnx_ext.parametrizations.gaussian import flipout as flipout
+from nnx_ext.parametrizations.gaussian import (
+  local_reparametrization as local_reparametrization,
+)
+from nnx_ext.parametrizations.low_rank import LowRank as LowRank
+from nnx_ext.parametrizations.low_rank import LowRankUpdate as LowRankUpdate
+from nnx_ext.parametrizations.norms import SpectralNorm as SpectralNorm
+from nnx_ext.parametrizations.norms import UnitNorm as UnitNorm
 from nnx_ext.parametrizations.norms import WeightNorm as WeightNorm
+from nnx_ext.parametrizations.orthogonal import Orthogonal as Orthogonal
+from nnx_ext.parametrizations.quantize import FakeQuant as FakeQuant
+from nnx_ext.parametrizations.structured import Circulant as Circulant
+from nnx_ext.parametrizations.structured import Kronecker as Kronecker
+from nnx_ext.parametrizations.structured import Monarch as Monarch
+from nnx_ext.parametrizations.symmetric import (
+  PositiveDefinite as PositiveDefinite,
+)
+from nnx_ext.parametrizations.symmetric import Skew as Skew
+from nnx_ext.parametrizations.symmetric import Symmetric as Symmetric
 
 __all__ = [
+  'Circulant',
+  'EMA',
+  'FakeQuant',
+  'GaussianMeanField',
+  'Interval',
+  'Kronecker',
+  'LowRank',
+  'LowRankUpdate',
+  'Masked',
+  'Monarch',
+  'Orthogonal',
   'Parametrization',
+  'Positive',
+  'PositiveDefinite',
+  'Scaled',
+  'Simplex',
+  'Skew',
+  'SpectralNorm',
+  'Symmetric',
+  'UnitNorm',
   'WeightNorm',
+  'flipout',
+  'local_reparametrization',
 ]
