@@ -19,12 +19,12 @@ demo: $(VENV)/demo/.stamp
 	$(VENV)/demo/bin/python docs/examples/a2c_cartpole.py $(ARGS)
 
 test: $(VENV)/test/.stamp
-	$(VENV)/test/bin/python -m pytest -n $(JOBS) $(ARGS)
+	$(VENV)/test/bin/python -m pytest -n $(JOBS) --dist loadscope $(ARGS)
 
 # Without the examples and what only they need.
 test-core: EXTRAS_test := test
 test-core: $(VENV)/test/.stamp
-	$(VENV)/test/bin/python -m pytest -n $(JOBS) --ignore=tests/examples $(ARGS)
+	$(VENV)/test/bin/python -m pytest -n $(JOBS) --dist loadscope --ignore=tests/examples $(ARGS)
 
 lint: $(VENV)/lint/.stamp
 	$(VENV)/lint/bin/ruff check .

@@ -41,6 +41,14 @@ FLOPS = {
 }
 
 
+def setUpModule():
+  jax.config.update('jax_disable_most_optimizations', False)
+
+
+def tearDownModule():
+  jax.config.update('jax_disable_most_optimizations', True)
+
+
 class MultiBarsTest(parameterized.TestCase):
   @parameterized.product(case=list(FLOPS))
   def test_flops(self, case):

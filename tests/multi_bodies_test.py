@@ -33,13 +33,9 @@ from tests.transforms import (
   multi,
   naive_multi,
   on_state,
-  setUpModule,
   split_for,
   stateful,
-  tearDownModule,
 )
-
-__all__ = ['setUpModule', 'tearDownModule']
 
 
 def _call(model, x):
@@ -327,18 +323,6 @@ class ShardTest(LawTestCase):
 
   def test_four_devices(self):
     self.assertLen(jax.devices(), 4)
-
-  @EACH_MODE
-  def test_losses_averaged_inside(self, mode):
-    graphdef, state = split_for(_normalized(), mode)
-    step = jax.shard_map(
-      on_state(multi(mode, _averaged_losses), graphdef),
-      mesh=_mesh(),
-      in_specs=(P(), P('data')),
-      out_specs=P(),
-    )
-    result, state = jax.jit(step)(state, inputs())
-    self._check(result, nnx.merge(graphdef, state))
 
   @EACH_MODE
   def test_gradients_averaged_outside(self, mode):

@@ -31,15 +31,11 @@ from tests.transforms import (
   multi,
   naive_multi,
   on_state,
-  setUpModule,
   split_for,
   stack_trees,
   stateful,
   stateless,
-  tearDownModule,
 )
-
-__all__ = ['setUpModule', 'tearDownModule']
 
 
 class JitTest(LawTestCase):

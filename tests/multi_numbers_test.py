@@ -35,13 +35,9 @@ from tests.transforms import (
   inputs,
   multi,
   naive_multi,
-  setUpModule,
   stateful,
   stateless,
-  tearDownModule,
 )
-
-__all__ = ['setUpModule', 'tearDownModule']
 
 
 def _sum_of_squares(tree):
@@ -137,7 +133,6 @@ class HigherOrderTest(LawTestCase):
 
   @parameterized.parameters(
     ('default', 'none'),
-    ('default', 'nnx.remat'),
     ('no_updates', 'jax.checkpoint'),
     ('tree', 'nnx.remat'),
   )
@@ -266,7 +261,6 @@ def _double(step):
 class DtypeTest(LawTestCase):
   @parameterized.parameters(
     ('default', jnp.bfloat16, jnp.bfloat16, jnp.bfloat16),
-    ('no_updates', jnp.bfloat16, jnp.float32, jnp.float32),
     ('tree', jnp.float16, jnp.float32, jnp.bfloat16),
   )
   def test_low_precision(self, mode, actor_dtype, critic_dtype, x_dtype):

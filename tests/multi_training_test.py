@@ -38,15 +38,11 @@ from tests.transforms import (
   inputs,
   multi,
   naive_multi,
-  setUpModule,
   split_for,
   stack_trees,
   stateful,
   stateless,
-  tearDownModule,
 )
-
-__all__ = ['setUpModule', 'tearDownModule']
 
 
 def _learners():
@@ -86,14 +82,6 @@ class TrainTest(LawTestCase):
     expected, after = _expected_training()
     self.assert_close(losses, expected, rtol=1e-4)
     self.assert_close(arrays(learners), after, rtol=1e-4, atol=1e-5)
-
-  @EACH_MODE
-  def test_nnx_jit(self, mode):
-    learners = _learners()
-    train = functools.partial(_train, multi(mode))
-    train = nnx.jit(train, **models.MODES[mode])
-    losses = [train(learners, x) for x in _batches()]
-    self._check(stack_trees(losses), learners)
 
   @EACH_MODE
   def test_lax_scan(self, mode):

@@ -76,6 +76,14 @@ def _loss(model, x):
   return jnp.mean((model(x) - 1.0) ** 2)
 
 
+def setUpModule():
+  jax.config.update('jax_disable_most_optimizations', False)
+
+
+def tearDownModule():
+  jax.config.update('jax_disable_most_optimizations', True)
+
+
 class ReparamBarsTest(parameterized.TestCase):
   @parameterized.product(kind=list(TRANSFORMS), make=[_mlp, _scanned])
   def test_flops_and_temporary_bytes(self, kind, make):

@@ -121,15 +121,6 @@ def split_for(modules, mode: str):
   return nnx.split(modules, graph=models.MODES[mode]['graph'])
 
 
-def setUpModule():
-  # Compiling is most of the time these tests take.
-  jax.config.update('jax_disable_most_optimizations', True)
-
-
-def tearDownModule():
-  jax.config.update('jax_disable_most_optimizations', False)
-
-
 def on_state(step, graphdef):
   """``step`` as a pure function of the modules' state."""
 
