@@ -74,7 +74,9 @@ class GaussianMeanField(Parametrization):
     >>> nnx_ext.kl(model).shape
     ()
 
-  Many samples, each with noise of its own::
+  Many samples, each with noise of its own. Dropout then draws a mask for each
+  sample as well; BatchNorm must be in eval mode, since its statistics are
+  shared by all samples, and in train mode flax refuses them::
 
     >>> @nnx.split_rngs(splits=8)
     ... @nnx.vmap(
