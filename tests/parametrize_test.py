@@ -148,6 +148,10 @@ LAYERS = {
     lambda: nnx.GroupNorm(4, num_groups=2, rngs=_rngs()),
     lambda m: m(X),
   ),
+  'instance_norm': (
+    lambda: nnx.InstanceNorm(4, rngs=_rngs()),
+    lambda m: m(IMAGE),
+  ),
   'prelu': (lambda: nnx.PReLU(), lambda m: m(X)),
   'lora': (
     lambda: nnx.LoRALinear(4, 3, lora_rank=2, rngs=_rngs()),
