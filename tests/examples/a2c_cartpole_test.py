@@ -15,7 +15,6 @@
 
 import contextlib
 import functools
-import importlib.util
 import io
 import os
 import pathlib
@@ -27,24 +26,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from absl.testing import absltest, parameterized
 from flax import nnx
 
-pytest.importorskip('gymnax')
-pytest.importorskip('tqdm')
+from tests import examples
 
-
-def _load_example():
-  root = pathlib.Path(__file__).parents[2]
-  path = root / 'docs' / 'examples' / 'a2c_cartpole.py'
-  spec = importlib.util.spec_from_file_location('a2c_cartpole', path)
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  return module
-
-
-a2c = _load_example()
+a2c = examples.load('a2c_cartpole')
 
 AGENTS = (
   ('separate', a2c.SeparateAgent),

@@ -14,7 +14,6 @@
 """The Bayes by backprop example learns, and does what it says."""
 
 import contextlib
-import importlib.util
 import io
 import os
 import pathlib
@@ -25,27 +24,14 @@ import chex
 import jax
 import numpy as np
 import optax
-import pytest
 from absl.testing import absltest
 from flax import nnx
+from sklearn import datasets
 
 import nnx_ext
+from tests import examples
 
-pytest.importorskip('matplotlib')
-pytest.importorskip('tqdm')
-datasets = pytest.importorskip('sklearn.datasets')
-
-
-def _load_example():
-  root = pathlib.Path(__file__).parents[2]
-  path = root / 'docs' / 'examples' / 'bayes_by_backprop.py'
-  spec = importlib.util.spec_from_file_location('bayes_by_backprop', path)
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  return module
-
-
-bbb = _load_example()
+bbb = examples.load('bayes_by_backprop')
 
 
 def _softmax(logits):
