@@ -147,8 +147,10 @@ class Router:
         f'{self._call.api}: cannot differentiate by {self._list(foreign)}: '
         'no array. Pass what is not differentiated as another argument.'
       )
-    inexact = [leaf for leaf, dtype in dtypes.items() if _is(dtype, moved)]
-    others = [leaf for leaf, dtype in dtypes.items() if not _is(dtype, moved)]
+    inexact = [
+      leaf for leaf, dtype in dtypes.items() if jnp.issubdtype(dtype, moved)
+    ]
+    others = sorted(dtypes.keys() - set(inexact))
     if others and holomorphic:
       raise TypeError(
         f'{self._call.api}: with holomorphic=True every leaf must be '
@@ -287,10 +289,6 @@ def _dtype(leaf: tp.Any) -> tp.Any:
     return jnp.result_type(leaf)
   except TypeError:
     return None
-
-
-def _is(dtype: tp.Any, kind: tp.Any) -> bool:
-  return jnp.issubdtype(dtype, kind)
 
 
 def _dtype_name(leaf: tp.Any) -> str:

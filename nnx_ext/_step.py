@@ -129,14 +129,14 @@ class _Forward:
   router: Router
   losses: Losses
   routes: list[Route]
+  weights: list[Weight | None]
   leaves: list[tp.Any]
   point: dict[int, int]
   """Leaf number -> its place among the linearized leaves."""
   linearization: Linearization
 
   def gradients(self) -> tp.Any:
-    weights = self.options.weights.match(self.losses)
-    found = self.linearization.gradients(self.pullbacks(), weights)
+    found = self.linearization.gradients(self.pullbacks(), self.weights)
     gradients = []
     for route, asked in self._outputs():
 
@@ -263,13 +263,13 @@ def _forward(
 
   point = [crossing.leaves[leaf] for leaf in wanted]
   linearization, (losses, luggage) = linearize(pure, point)
-  options.weights.match(losses)
   forward = _Forward(
     call=call,
     options=options,
     router=router,
     losses=losses,
     routes=routes.match(losses),
+    weights=options.weights.match(losses),
     leaves=crossing.leaves,
     point={leaf: i for i, leaf in enumerate(wanted)},
     linearization=linearization,

@@ -115,8 +115,8 @@ def parametrize(model: M, rules: Rules) -> M:
     for i, (filter, factory) in enumerate(pairs):
       if nnx.filterlib.to_predicate(filter)(path, node):
         matched[i] = True
-        slot, weight = _slot_of(path, node), node.get_value()
-        return _build('parametrize', factory, slot, weight)
+        weight = node.get_value()
+        return _build('parametrize', path, factory, _slot_of(node), weight)
     return node
 
   result = _map(replace, model)
@@ -255,8 +255,8 @@ def assign(model: M, path: str | Path, weight: jax.Array) -> M:
       f'assign: the weight at {_words.path(wanted)} has shape {shape}, got '
       f'{jnp.shape(weight)}.'
     )
-  slot = old._slot or Slot(wanted, shape, dtype, nnx.Param, ())
-  new = _build('assign', _like(old), slot, jnp.asarray(weight, dtype))
+  slot = old._slot or Slot(shape, dtype, nnx.Param, ())
+  new = _build('assign', place, _like(old), slot, jnp.asarray(weight, dtype))
   for mode in ('deterministic', 'use_running_average'):
     if mode in vars(old):
       setattr(new, mode, getattr(old, mode))
@@ -304,7 +304,7 @@ def _materialize(api: str, model: M) -> M:
     slot = node._slot
     if slot is None:
       return nnx.Param(weight)
-    check_weight(api, slot, weight, type(node).__name__)
+    check_weight(api, path, slot, weight, type(node).__name__)
     return slot.fill(weight)
 
   return _map(replace, model)
@@ -323,10 +323,9 @@ def _map(f, model):
   return nnx.recursive_map(f, model, graph=True)
 
 
-def _slot_of(path: Path, variable: nnx.Variable) -> Slot:
+def _slot_of(variable: nnx.Variable) -> Slot:
   value = variable.get_value()
   return Slot(
-    path=path,
     shape=jnp.shape(value),
     dtype=jnp.result_type(value),
     kind=type(variable),
@@ -335,21 +334,18 @@ def _slot_of(path: Path, variable: nnx.Variable) -> Slot:
 
 
 def _build(
-  api: str,
-  factory: Factory,
-  slot: Slot,
-  weight: jax.Array,
+  api: str, path: Path, factory: Factory, slot: Slot, weight: jax.Array
 ) -> Parametrization:
   """The parametrization of a weight, checked against its place."""
   built = factory(weight)
   name = getattr(factory, '__name__', repr(factory))
   if not isinstance(built, Parametrization):
     raise TypeError(
-      f'{api}: the factory `{name}` for {_words.path(slot.path)} must return '
+      f'{api}: the factory `{name}` for {_words.path(path)} must return '
       f'a Parametrization, got {_words.value(built)}.'
     )
   built._slot = slot  # first: a call may ask for the shape
-  check_weight(api, slot, abstract_weight(built), type(built).__name__)
+  check_weight(api, path, slot, abstract_weight(built), type(built).__name__)
   sharding = {k: v for k, v in slot.metadata if k in _SHARDING and v}
   for _, theta in nnx.iter_graph(built, graph=True):
     if not isinstance(theta, nnx.Variable):

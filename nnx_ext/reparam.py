@@ -19,6 +19,7 @@ import typing as tp
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from flax.typing import MISSING, Missing
 
@@ -256,9 +257,16 @@ class _Reparam:
 
     def entry(argnum):
       # In every mode: theta by its Params, the model by what `wrt` selects.
-      if isinstance(argnum, int) and argnum in (0, 1):
-        return nnx.DiffState(argnum, wrt if argnum else nnx.Param)
-      return argnum
+      if isinstance(argnum, bool) or not isinstance(argnum, (int, np.integer)):
+        return argnum
+      if argnum < 0:
+        raise ValueError(
+          f'{api}: argnums count from 0, which is theta, and 1, which is the '
+          f'model, got {argnum}.'
+        )
+      if argnum > 1:
+        return argnum
+      return nnx.DiffState(int(argnum), wrt if argnum else nnx.Param)
 
     entries = (
       tuple(map(entry, argnums))
@@ -303,14 +311,16 @@ class _Reparam:
     """
     selected = nnx.state(model, self.wrt, graph=True)
     params = jax.tree.map(_constant, nnx.as_pure(selected))
-    slots = find_slots(self.api, model, self._values(theta, params), self.wrt)
-    variables = [variable for _, variable in nnx.to_flat_state(selected)]
-    before = [variable.get_raw_value() for variable in variables]
+    variables = dict(nnx.to_flat_state(selected))
+    slots = find_slots(
+      self.api, model, variables, self._values(theta, params), self.wrt
+    )
+    before = {path: v.get_raw_value() for path, v in variables.items()}
     for variable, value in slots.values():
       variable.set_raw_value(value)
     out = f(model, *args, **kwargs)
-    for variable, value in zip(variables, before):
-      variable.set_raw_value(value)
+    for path, variable in variables.items():
+      variable.set_raw_value(before[path])
     loss, aux = self._read(out)
     return {'loss': loss}, (aux, _Replaced(frozenset(slots)))
 

@@ -77,18 +77,23 @@ def substitute(
     TypeError: if ``values`` is no State or dict, or a value is no array.
   """
   graphdef, selected, *rest = nnx.split(model, wrt, ..., graph=True)
-  slots = find_slots('substitute', model, values, wrt)
   flat = dict(nnx.to_flat_state(selected))
+  slots = find_slots('substitute', model, flat, values, wrt)
   for path, (variable, value) in slots.items():
     flat[path] = variable.replace(value)
   return nnx.merge(graphdef, nnx.from_flat_state(flat), *rest)
 
 
 def find_slots(
-  api: str, model: tp.Any, values: Values, wrt: nnx.filterlib.Filter
+  api: str,
+  model: tp.Any,
+  variables: tp.Mapping[Path, nnx.Variable],
+  values: Values,
+  wrt: nnx.filterlib.Filter,
 ) -> dict[Path, tuple[nnx.Variable, tp.Any]]:
-  """The Variables that ``values`` replace and the checked, cast values."""
-  variables = dict(nnx.to_flat_state(nnx.state(model, wrt, graph=True)))
+  """Which of ``variables``, what ``wrt`` selects from the model, ``values``
+  replace, and the checked, cast values.
+  """
   if not variables:
     raise ValueError(
       f'{api}: `wrt`={_words.filter_(wrt)} matches nothing in the model.'

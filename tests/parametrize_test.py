@@ -374,6 +374,24 @@ class SurgeryTest(parameterized.TestCase):
     ):
       nnx_ext.materialize(layers)
 
+  def test_equal_layers_can_be_stacked_later(self):
+    class Blocks(nnx.Module):
+      def __init__(self):
+        self.layers = nnx.List(
+          [nnx.Linear(3, 3, rngs=nnx.Rngs(i)) for i in range(2)]
+        )
+
+    first, second = nnx_ext.parametrize(Blocks(), _matrices()).layers
+    self.assertEqual(jax.tree.structure(first), jax.tree.structure(second))
+    stacked = jax.tree.map(lambda *xs: jnp.stack(xs), first, second)
+    x = models.batch(3)
+    chex.assert_trees_all_close(
+      jax.vmap(lambda layer: layer(x))(stacked),
+      jnp.stack([first(x), second(x)]),
+      rtol=1e-5,
+      atol=1e-6,
+    )
+
   def test_a_model_without_any(self):
     model = models.MLP(4, 1, rngs=_rngs())
     self.assertIs(nnx_ext.materialize(model).l1.kernel, model.l1.kernel)

@@ -216,5 +216,7 @@ class ErrorsTest(ErrorsTestCase):
       transform(lambda m: m(models.batch()), lambda t, p: {})(
         jnp.ones(()), _mlp()
       )
+    with self.refused(ValueError, api, 'count from 0', 'theta', 'got -1'):
+      transform(loss, lambda t, p: {}, argnums=(0, -1))
     with self.refused(ValueError, api, 'argnum 5 ', 'theta', '`m`'):
       transform(loss, lambda t, p: {}, argnums=5)(jnp.ones(()), _mlp())

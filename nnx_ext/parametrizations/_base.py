@@ -28,9 +28,12 @@ from nnx_ext import _words
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-  """The Variable that a parametrization replaced, without its value."""
+  """The Variable that a parametrization replaced, without its value.
 
-  path: tuple[tp.Any, ...]
+  Equal for equal Variables, wherever they stand: it is part of the structure
+  of the model, and equal layers can be stacked.
+  """
+
   shape: tuple[int, ...]
   dtype: np.dtype
   kind: type[nnx.Variable]
@@ -165,11 +168,13 @@ def abstract_weight(parametrization: Parametrization) -> jax.ShapeDtypeStruct:
   return jax.eval_shape(lambda state: nnx.merge(graphdef, state)(), state)
 
 
-def check_weight(api: str, slot: Slot, weight: tp.Any, by: str) -> None:
+def check_weight(
+  api: str, path: tp.Sequence[tp.Any], slot: Slot, weight: tp.Any, by: str
+) -> None:
   """The weight must fit the place that it stands in."""
   if not hasattr(weight, 'shape') or not hasattr(weight, 'dtype'):
     raise TypeError(
-      f'{api}: {by} at {_words.path(slot.path)} must return an array, got '
+      f'{api}: {by} at {_words.path(path)} must return an array, got '
       f'{_words.value(weight)}.'
     )
   if weight.shape != slot.shape or weight.dtype != slot.dtype:
@@ -181,7 +186,7 @@ def check_weight(api: str, slot: Slot, weight: tp.Any, by: str) -> None:
         'scan.'
       )
     raise ValueError(
-      f'{api}: {by} at {_words.path(slot.path)} returned {weight.dtype} of '
+      f'{api}: {by} at {_words.path(path)} returned {weight.dtype} of '
       f'shape {weight.shape}, but the weight there is {slot.dtype} of shape '
       f'{slot.shape}.{hint}'
     )

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Bool, Float
 
+from nnx_ext.parametrizations._arrays import wide
 from nnx_ext.parametrizations._base import Parametrization
 
 Weight = Float[jax.Array, '...']
@@ -89,7 +90,7 @@ class Positive(Parametrization):
       'positive and finite',
       'jnp.abs(weight) + 1e-3',
     )
-    w = _wide(weight)
+    w = wide(weight)
     x = w + jnp.log(-jnp.expm1(-w)) if map == 'softplus' else jnp.log(w)
     self.x = nnx.Param(x.astype(weight.dtype))
     self.map = map
@@ -97,10 +98,10 @@ class Positive(Parametrization):
   def __call__(self) -> Weight:
     x = self.x[...]
     f = jax.nn.softplus if self.map == 'softplus' else jnp.exp
-    return f(_wide(x)).astype(x.dtype)
+    return f(wide(x)).astype(x.dtype)
 
   def log_det(self) -> Float[jax.Array, '']:
-    x = _wide(self.x[...])
+    x = wide(self.x[...])
     return jnp.sum(jax.nn.log_sigmoid(x) if self.map == 'softplus' else x)
 
 
@@ -158,7 +159,7 @@ class Interval(Parametrization):
       f'between low={low} and high={high}',
       'jnp.clip(weight, low, high)',
     )
-    w = _wide(weight)
+    w = wide(weight)
     eps = float(jnp.finfo(w.dtype).eps)
     unit = jnp.clip((w - low) / (high - low), eps, 1 - eps)
     self.x = nnx.Param(jax.scipy.special.logit(unit).astype(weight.dtype))
@@ -167,11 +168,11 @@ class Interval(Parametrization):
 
   def __call__(self) -> Weight:
     x = self.x[...]
-    unit = jax.nn.sigmoid(_wide(x))
+    unit = jax.nn.sigmoid(wide(x))
     return (self.low + (self.high - self.low) * unit).astype(x.dtype)
 
   def log_det(self) -> Float[jax.Array, '']:
-    x = _wide(self.x[...])
+    x = wide(self.x[...])
     log_slope = jax.nn.log_sigmoid(x) + jax.nn.log_sigmoid(-x)
     return jnp.sum(math.log(self.high - self.low) + log_slope)
 
@@ -228,23 +229,18 @@ class Simplex(Parametrization):
       'not negative and sum to one over the last axis',
       'jax.nn.softmax(weight)',
     )
-    w = _wide(weight)
+    w = wide(weight)
     x = jnp.log(jnp.maximum(w, jnp.finfo(w.dtype).tiny))
     self.x = nnx.Param(x.astype(weight.dtype))
 
   def __call__(self) -> Weight:
     x = self.x[...]
-    return jax.nn.softmax(_wide(x)).astype(x.dtype)
-
-
-def _wide(x: tp.Any) -> Weight:
-  """In float32 at least, where rounding would otherwise show."""
-  return jnp.asarray(x, jnp.promote_types(x.dtype, jnp.float32))
+    return jax.nn.softmax(wide(x)).astype(x.dtype)
 
 
 def _sums_to_one(w: Weight) -> Bool[jax.Array, '...']:
   slack = max(1e-5, 2 * float(jnp.finfo(w.dtype).eps))
-  total = jnp.sum(_wide(w), axis=-1, keepdims=True)
+  total = jnp.sum(wide(w), axis=-1, keepdims=True)
   return jnp.abs(total - 1) <= slack
 
 

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Float, Shaped
 
+from nnx_ext.parametrizations._arrays import wide
 from nnx_ext.parametrizations._base import Parametrization
 
 Weight = Float[jax.Array, '...']
@@ -160,8 +161,7 @@ class GaussianMeanField(Parametrization):
 
   @property
   def _wide_rho(self) -> Weight:
-    rho = self.rho[...]
-    return rho.astype(jnp.promote_types(rho.dtype, jnp.float32))
+    return wide(self.rho[...])
 
   def _deviation(self, stream: nnx.RngStream) -> Weight:
     """A draw of what is added to the mean."""
@@ -227,8 +227,7 @@ def local_reparametrization(layer: Layer, x: Input, rngs: Rngs) -> Weight:
   mask = getattr(layer, 'mask', None)
   if mask is not None:  # The layer multiplies once more.
     variances['kernel'] = variances['kernel'] * mask
-  wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-  variance = _apply(layer, jnp.square(wide), variances)
+  variance = _apply(layer, jnp.square(wide(x)), variances)
   noise = jax.random.normal(_noise(rngs)(), mean.shape, mean.dtype)
   return mean + _sqrt(variance).astype(mean.dtype) * noise
 
@@ -291,12 +290,10 @@ def flipout(layer: Layer, x: Input, rngs: Rngs) -> Weight:
     return mean
   stream = _noise(rngs)
   deviations = {
-    name: (w._deviation(stream) if _is_random(w) else jnp.zeros(w.shape))
+    name: (
+      w._deviation(stream) if _is_random(w) else jnp.zeros(w.shape)
+    ).astype(w.dtype)
     for name, w in weights.items()
-  }
-  deviations = {
-    name: deviation.astype(weights[name].dtype)
-    for name, deviation in deviations.items()
   }
 
   def signs(like: jax.Array) -> jax.Array:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Inexact
 
-from nnx_ext import _words
+from nnx_ext.parametrizations._arrays import as_matrix, wide
 from nnx_ext.parametrizations._base import Parametrization
 
 
@@ -68,7 +68,7 @@ class LowRank(Parametrization):
   """
 
   def __init__(self, weight: Inexact[jax.Array, '...'], *, rank: int):
-    matrix = _matrix('LowRank', weight)
+    matrix = as_matrix('LowRank', weight)
     if not 1 <= rank <= min(matrix.shape):
       raise ValueError(
         f'LowRank: rank must be from 1 to {min(matrix.shape)} for a weight of '
@@ -140,7 +140,7 @@ class LowRankUpdate(Parametrization):
     alpha: float | None = None,
     rngs: nnx.Rngs | None = None,
   ):
-    rows, columns = _matrix('LowRankUpdate', weight).shape
+    rows, columns = as_matrix('LowRankUpdate', weight).shape
     if rank < 1:
       raise ValueError(f'LowRankUpdate: rank must be at least 1, got {rank}.')
     self.rank = rank
@@ -158,18 +158,5 @@ class LowRankUpdate(Parametrization):
     return (base + update).astype(base.dtype)
 
 
-def _wide(x):
-  return x.astype(jnp.promote_types(x.dtype, jnp.float32))
-
-
-def _matrix(name: str, weight):
-  if weight.ndim < 2:
-    raise ValueError(
-      f'{name} needs a weight of two or more axes, such as a kernel, got '
-      f'{_words.value(weight)}.'
-    )
-  return _wide(weight).reshape(-1, weight.shape[-1])
-
-
 def _product(a, b):
-  return jnp.tensordot(_wide(a), _wide(b), axes=1, precision='highest')
+  return jnp.tensordot(wide(a), wide(b), axes=1, precision='highest')

@@ -21,6 +21,7 @@ from flax import nnx
 from jaxtyping import Float
 
 from nnx_ext import _words
+from nnx_ext.parametrizations._arrays import as_matrix, wide
 from nnx_ext.parametrizations._base import Parametrization
 
 Axes = int | tp.Sequence[int]
@@ -193,11 +194,6 @@ class SpectralNorm(Parametrization):
     num_iters: int = 1,
     use_running_average: bool = False,
   ):
-    if weight.ndim < 2:
-      raise ValueError(
-        'SpectralNorm needs a weight of two or more axes, such as a kernel, '
-        f'got {_words.value(weight)}.'
-      )
     if num_iters < 1:
       raise ValueError(
         f'SpectralNorm: num_iters must be at least 1, got {num_iters}.'
@@ -205,7 +201,7 @@ class SpectralNorm(Parametrization):
     self.preserve_scale = preserve_scale
     self.num_iters = num_iters
     self.use_running_average = use_running_average
-    matrix = _matrix(weight)
+    matrix = as_matrix('SpectralNorm', weight)
     u, v = _top_singular_vectors(matrix)
     self.w = nnx.Param(weight)
     self.u, self.v = nnx.BatchStat(u), nnx.BatchStat(v)
@@ -214,7 +210,7 @@ class SpectralNorm(Parametrization):
 
   def __call__(self) -> Float[jax.Array, '...']:
     w = self.w[...]
-    matrix = _matrix(w)
+    matrix = as_matrix('SpectralNorm', w)
     u, v = self.u[...], self.v[...]
     if not self.use_running_average:
       fixed = jax.lax.stop_gradient(matrix)
@@ -245,10 +241,6 @@ def _other_axes(name: str, weight, feature_axes: Axes) -> tuple[int, ...]:
   return tuple(i for i in range(weight.ndim) if i not in features)
 
 
-def _wide(x):
-  return x.astype(jnp.promote_types(x.dtype, jnp.float32))
-
-
 def _magnitude(x, axes=None):
   """The largest entry, to divide by: nothing over- or underflows after."""
   largest = jnp.max(jnp.abs(x), axes, keepdims=True, initial=0)
@@ -264,21 +256,17 @@ def _root(x, axes):
 
 
 def _norm(x, axes):
-  x = _wide(x)
+  x = wide(x)
   magnitude = _magnitude(x, axes)
   return magnitude * _root(x / magnitude, axes)
 
 
 def _unit(x, axes, otherwise=0):
   """Vectors of length one; those of zeros become ``otherwise``."""
-  x = _wide(x)
+  x = wide(x)
   x = x / _magnitude(x, axes)
   norm = _root(x, axes)
   return jnp.where(norm > 0, x / jnp.where(norm > 0, norm, 1), otherwise)
-
-
-def _matrix(weight):
-  return _wide(weight).reshape(-1, weight.shape[-1])
 
 
 def _sigma(u, matrix, v):

@@ -21,6 +21,7 @@ from flax import nnx
 from jaxtyping import Float
 
 from nnx_ext import _words
+from nnx_ext.parametrizations._arrays import as_matrix
 from nnx_ext.parametrizations._base import Parametrization
 
 Method = tp.Literal['expm', 'cayley', 'householder']
@@ -98,11 +99,6 @@ class Orthogonal(Parametrization):
   def __init__(
     self, weight: Float[jax.Array, '...'], *, method: Method = 'expm'
   ):
-    if weight.ndim < 2:
-      raise ValueError(
-        'Orthogonal needs a weight of two or more axes, such as a kernel, got '
-        f'{_words.value(weight)}.'
-      )
     if method not in tp.get_args(Method):
       raise ValueError(
         f"Orthogonal: method must be 'expm', 'cayley' or 'householder', got "
@@ -135,8 +131,7 @@ class Orthogonal(Parametrization):
 
 def _tall(weight):
   """A weight as a matrix with no more columns than rows, in float32 or more."""
-  weight = weight.astype(jnp.promote_types(weight.dtype, jnp.float32))
-  matrix = weight.reshape(-1, weight.shape[-1])
+  matrix = as_matrix('Orthogonal', weight)
   return matrix if matrix.shape[0] >= matrix.shape[1] else matrix.T
 
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Float
 
+from nnx_ext.parametrizations._arrays import wide
 from nnx_ext.parametrizations._base import Parametrization
 
 Weight = Float[jax.Array, '...']
@@ -106,10 +107,9 @@ class FakeQuant(Parametrization):
 
   def _fit(self, weight: Weight) -> Weight:
     """The smallest scale whose grid reaches the largest weight."""
-    wide = weight.astype(jnp.promote_types(weight.dtype, jnp.float32))
     axes = tuple(range(weight.ndim - self.per_output))
     largest = jnp.max(
-      jnp.abs(wide), axis=axes, keepdims=self.per_output, initial=0.0
+      jnp.abs(wide(weight)), axis=axes, keepdims=self.per_output, initial=0.0
     )
     scale = largest / self._top
     # Where division rounded down, the largest weight would be clipped.

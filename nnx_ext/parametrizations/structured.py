@@ -21,6 +21,7 @@ from flax import nnx
 from jaxtyping import Inexact
 
 from nnx_ext import _words
+from nnx_ext.parametrizations._arrays import check_square, wide
 from nnx_ext.parametrizations._base import Parametrization
 
 
@@ -116,11 +117,7 @@ class Circulant(Parametrization):
   """
 
   def __init__(self, weight: Inexact[jax.Array, '...']):
-    if weight.ndim != 2 or weight.shape[0] != weight.shape[1]:
-      raise ValueError(
-        'Circulant needs a square matrix, such as one of shape (3, 3), got '
-        f'{_words.value(weight)}.'
-      )
+    check_square('Circulant', weight)
     # Element (i, d) of what is gathered is on the diagonal d.
     i, d = jnp.indices(weight.shape)
     self.c = nnx.Param(jnp.mean(weight[i, (i - d) % len(weight)], axis=0))
@@ -212,8 +209,7 @@ def _nearest_product(matrix):
 
   Of a matrix of zeros only the row is zero, so that there is a gradient.
   """
-  wide = matrix.astype(jnp.promote_types(matrix.dtype, jnp.float32))
-  u, s, vh = jnp.linalg.svd(wide, full_matrices=False)
+  u, s, vh = jnp.linalg.svd(wide(matrix), full_matrices=False)
   root = jnp.sqrt(s[..., :1])
   column = u[..., :, 0] * jnp.where(root > 0, root, 1)
   row = root * vh[..., 0, :]

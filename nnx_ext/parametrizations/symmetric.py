@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Float, Inexact
 
-from nnx_ext import _words
+from nnx_ext.parametrizations._arrays import check_square, wide
 from nnx_ext.parametrizations._base import Parametrization
 
 
@@ -53,7 +53,7 @@ class Symmetric(Parametrization):
   """
 
   def __init__(self, weight: Inexact[jax.Array, '...']):
-    _check_square('Symmetric', weight)
+    check_square('Symmetric', weight)
     self.x = nnx.Param(jnp.tril(weight / 2 + weight.T / 2))
 
   def __call__(self) -> Inexact[jax.Array, 'n n']:
@@ -95,7 +95,7 @@ class Skew(Parametrization):
   """
 
   def __init__(self, weight: Inexact[jax.Array, '...']):
-    _check_square('Skew', weight)
+    check_square('Skew', weight)
     self.x = nnx.Param(jnp.tril(weight / 2 - weight.T / 2, -1))
 
   def __call__(self) -> Inexact[jax.Array, 'n n']:
@@ -146,15 +146,15 @@ class PositiveDefinite(Parametrization):
   """
 
   def __init__(self, weight: Float[jax.Array, '...'], *, eps: float = 1e-6):
-    _check_square('PositiveDefinite', weight)
+    check_square('PositiveDefinite', weight)
     if eps < 0:
       raise ValueError(
         f'PositiveDefinite: eps must not be negative, got {eps}.'
       )
     self.eps = eps
-    wide = _wide(weight)
-    cholesky = jnp.linalg.cholesky(wide - eps * _eye(wide))
-    _check_definite(wide, cholesky, jnp.finfo(weight.dtype).eps, eps)
+    matrix = wide(weight)
+    cholesky = jnp.linalg.cholesky(matrix - eps * _eye(matrix))
+    _check_definite(matrix, cholesky, jnp.finfo(weight.dtype).eps, eps)
     # The inverse of softplus, which neither over- nor underflows.
     diagonal = jnp.diag(cholesky)
     diagonal = diagonal + jnp.log(-jnp.expm1(-diagonal))
@@ -162,7 +162,7 @@ class PositiveDefinite(Parametrization):
     self.x = nnx.Param(x.astype(weight.dtype))
 
   def __call__(self) -> Float[jax.Array, 'n n']:
-    x = _wide(self.x[...])
+    x = wide(self.x[...])
     lower = jnp.tril(x, -1) + jnp.diag(jax.nn.softplus(jnp.diag(x)))
     weight = jnp.matmul(lower, lower.T, precision='highest')
     return (weight + self.eps * _eye(x)).astype(self.x.dtype)
@@ -177,7 +177,7 @@ class PositiveDefinite(Parametrization):
     as for covariance matrices in the Stan reference manual, with softplus for
     the exponential.
     """
-    x = jnp.diag(_wide(self.x[...]))
+    x = jnp.diag(wide(self.x[...]))
     n = x.shape[0]
     log_diagonal = jnp.log(jax.nn.softplus(x))
     powers = jnp.arange(n, 0, -1, dtype=x.dtype)
@@ -186,20 +186,8 @@ class PositiveDefinite(Parametrization):
     )
 
 
-def _wide(x):
-  return x.astype(jnp.promote_types(x.dtype, jnp.float32))
-
-
 def _eye(matrix):
   return jnp.eye(len(matrix), dtype=matrix.dtype)
-
-
-def _check_square(name: str, weight) -> None:
-  if weight.ndim != 2 or weight.shape[0] != weight.shape[1]:
-    raise ValueError(
-      f'{name} needs a square matrix, such as one of shape (3, 3), got '
-      f'{_words.value(weight)}.'
-    )
 
 
 def _check_definite(weight, cholesky, precision, eps) -> None:
