@@ -93,10 +93,10 @@ class FakeQuant(Parametrization):
 
   def __call__(self) -> Weight:
     v, scale, top = self.v[...], self.scale[...], self._top
-    wide = v.astype(scale.dtype)
-    weight = scale * jnp.round(jnp.clip(wide / scale, -top, top))
+    exact = v.astype(scale.dtype)
+    weight = scale * jnp.round(jnp.clip(exact / scale, -top, top))
     weight = jax.lax.stop_gradient(weight.astype(v.dtype))
-    through = jnp.where(jnp.abs(wide) <= top * scale, v, jnp.zeros_like(v))
+    through = jnp.where(jnp.abs(exact) <= top * scale, v, jnp.zeros_like(v))
     # A zero is taken away, not added: -0.0 stays.
     return weight - (jax.lax.stop_gradient(through) - through)
 
