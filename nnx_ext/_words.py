@@ -23,6 +23,8 @@ import numpy as np
 
 def path(parts: tp.Sequence[tp.Any]) -> str:
   """``('layers', 0, 'kernel')`` as ``'layers/0/kernel'``, quoted."""
+  if not parts:
+    return 'the model itself'
   return repr('/'.join(map(str, parts)))
 
 

@@ -1,0 +1,131 @@
+# Copyright 2026 The nnx_ext Authors.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The PyTorch names of a model's modules, and what they hold."""
+
+import typing as tp
+
+from flax import nnx
+
+from nnx_ext import _words
+from nnx_ext._names import Names
+from nnx_ext.lora import _classes, _peft
+from nnx_ext.lora._layer import LoRALayer
+from nnx_ext.lora.plan import modules_of
+
+Path = tuple[tp.Any, ...]
+Rename = tp.Callable[[Path], str]
+
+
+class TorchNames:
+  """The names that PEFT calls a model's modules by.
+
+  Attributes:
+    layers: the layers that are or could be adapted, by name, with their paths.
+  """
+
+  def __init__(self, api: str, model: tp.Any, rename: Rename | None):
+    self._api = api
+    self._model = model
+    self._rename = rename
+    self._modules = modules_of(model)
+    self.layers: dict[str, Path] = {}
+    for path, module in self._modules.items():
+      if _classes.kind_of(module) is None:
+        continue
+      name = self.of(path)
+      if name in self.layers:
+        raise ValueError(
+          f'{api}: `rename` calls both {_words.path(self.layers[name])} and '
+          f'{_words.path(path)} {name!r}; each needs a name of its own.'
+        )
+      self.layers[name] = path
+
+  def of(self, path: Path) -> str:
+    """The name of the module at a path."""
+    if self._rename is None:
+      return '.'.join(map(str, path))
+    name = self._rename(path)
+    if not isinstance(name, str):
+      raise TypeError(
+        f'{self._api}: `rename` must return the name of the PyTorch module '
+        f"at {_words.path(path)}, like 'encoder.layer.0.dense', got "
+        f'{_words.value(name)}.'
+      )
+    return name
+
+  def module(self, path: Path) -> tp.Any:
+    return self._modules[path]
+
+  def whole(self, paths: tp.Sequence[str | Path]) -> dict[str, Path]:
+    """The modules that are saved whole, by name."""
+    if isinstance(paths, str):
+      paths = [paths]
+    places = Names(self._model, self._modules)
+    found = {}
+    for path in paths:
+      wanted = tuple(path.split('/')) if isinstance(path, str) else path
+      place = places.resolve(wanted)
+      if place is None:
+        known = ['/'.join(map(str, known)) for known in self._modules if known]
+        hint = _words.did_you_mean(['/'.join(map(str, wanted))], known)
+        raise ValueError(
+          f'{self._api}: `modules_to_save` has {_words.path(wanted)}, and no '
+          f'module stands there.{hint}'
+        )
+      found[self._checked(place)] = place
+    return found
+
+  def whole_by_name(self, names: tp.Iterable[str]) -> dict[str, Path]:
+    """The modules that have these names; names without one are left out."""
+    wanted = set(names)
+    if not wanted:
+      return {}
+    paths = [path for path in self._modules if path]
+    return {name: p for p in paths if (name := self.of(p)) in wanted}
+
+  def tensors(self, path: Path) -> dict[str, _peft.Tensor]:
+    """All that a module holds, by the keys of a file."""
+    found = {}
+    for place, module in self._modules.items():
+      if place[: len(path)] != path:
+        continue
+      kind = _classes.kind_of(module)
+      axes = kind.axes_of(module) if kind else None
+      if isinstance(module, nnx.ConvTranspose):
+        raise ValueError(
+          f'{self._api}: {_words.path(place)} is a ConvTranspose, whose kernel '
+          'PyTorch turns round; leave it out of `modules_to_save`.'
+        )
+      for name, tensor in _peft.tensors(module, axes).items():
+        found[f'{_peft.PREFIX}{self.of(place)}.{name}'] = tensor
+    return found
+
+  def _checked(self, path: Path) -> str:
+    """The name of a module that can be saved whole."""
+    name = self.of(path)
+    for other, place in self.layers.items():
+      within = place[: len(path)] == path
+      if within and isinstance(self._modules[place], LoRALayer):
+        raise ValueError(
+          f'{self._api}: `modules_to_save` has {_words.path(path)}, in which '
+          f'{_words.path(place)} is adapted; PEFT trains a module whole or '
+          'adapts it. Leave one out.'
+        )
+      if not within and other.endswith(name):
+        raise ValueError(
+          f'{self._api}: `modules_to_save` has {_words.path(path)}, named '
+          f'{name!r}, and PEFT would take {other!r} for it too, as that ends '
+          'in the same letters; give it a longer name by `rename`.'
+        )
+    return name

@@ -1,0 +1,431 @@
+# Copyright 2026 The nnx_ext Authors.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Adapters put on the layers of a model, merged into them, and taken off."""
+
+import contextlib
+import math
+import typing as tp
+
+import jax.numpy as jnp
+from flax import nnx
+
+from nnx_ext import _words
+from nnx_ext.lora import _classes
+from nnx_ext.lora._factors import LoRAFactors
+from nnx_ext.lora._layer import LoRALayer
+from nnx_ext.lora._options import Init, Initializer, LoRAOptions
+from nnx_ext.lora.plan import (
+  Filter,
+  LoRAPlan,
+  Patterns,
+  adapted_layers,
+  find_targets,
+)
+
+M = tp.TypeVar('M')
+
+
+def apply_lora(
+  model: M,
+  *,
+  rank: int,
+  alpha: float | None = None,
+  targets: Filter = ...,
+  patterns: Patterns | None = None,
+  dropout: float = 0.0,
+  rslora: bool = False,
+  dora: bool = False,
+  init: Init | None = None,
+  a_initializer: Initializer | None = None,
+  b_initializer: Initializer | None = None,
+  param_dtype: tp.Any = jnp.float32,
+  rngs: nnx.Rngs,
+) -> M:
+  """A copy of a model whose layers compute with ``W + s A B``.
+
+  Each chosen layer computes its own forward with the adapted weight, whatever
+  kind of layer it is, and without ever making that weight: its forward runs
+  with A in the place of W, and B makes of the result what is added. So a
+  training step costs no gradient of W. The base keeps its paths and its
+  values; what is trained is ``nnx.LoRAParam``.
+
+  Example::
+
+    >>> from flax import nnx
+    >>> import jax, jax.numpy as jnp
+    >>> import nnx_ext, optax
+    ...
+    >>> base = nnx.MultiHeadAttention(
+    ...   num_heads=2, in_features=8, decode=False, rngs=nnx.Rngs(0)
+    ... )
+    >>> model = nnx_ext.apply_lora(base, rank=2, rngs=nnx.Rngs(1))
+    >>> x = jnp.ones((1, 3, 8))
+    >>> bool(jnp.array_equal(model(x), base(x)))
+    True
+    >>> optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.LoRAParam)
+    >>> def loss(model, x):
+    ...   return jnp.mean(model(x) ** 2)
+    >>> wrt = nnx.DiffState(0, nnx.LoRAParam)
+    >>> grads = nnx.grad(loss, argnums=wrt)(model, x)
+    >>> _ = optimizer.update(model, grads)
+    >>> bool(jnp.array_equal(model.query.kernel[...], base.query.kernel[...]))
+    True
+
+  Filters choose layers, and some may have options of their own::
+
+    >>> model = nnx_ext.apply_lora(
+    ...   base,
+    ...   rank=8,
+    ...   alpha=16,
+    ...   targets=nnx.Any(nnx.PathContains('query'), nnx.PathContains('value')),
+    ...   patterns={nnx.PathContains('value'): dict(rank=4, alpha=4)},
+    ...   rngs=nnx.Rngs(1),
+    ... )
+    >>> model.query.lora.scale, model.value.lora.scale
+    (2.0, 1.0)
+
+  An adapter belongs to a weight: a layer, or a weight, that stands in two
+  places is adapted once. Layers that ``nnx.vmap`` has stacked get stacked
+  factors. Code that reads ``layer.kernel`` itself sees the base, except in
+  methods of a subclass of the layer.
+
+  ``init='pissa'`` and ``'olora'`` start from the leading directions of the
+  weight. Unlike in PEFT the base stays as it is: the layer computes with
+  ``W + s (A B - A0 B0)``, at the cost of twice the rank; see
+  :func:`to_plain_lora`. ``'orthogonal'`` starts with factors that are not zero,
+  whose product is. With ``dora`` the effective weight is scaled to have, for
+  each output, a norm that is trained; the gradient of its norm is held
+  constant, and each call computes that norm, which is work of the weight's
+  size. With dropout no adapted weight stands for the layer in train mode.
+
+  Args:
+    model: a Module, or a pytree of Modules. It is not changed.
+    rank: the rank r of the product of the factors.
+    alpha: the numerator of the scale s, static; the rank by default.
+    targets: an nnx filter over (path, module), like
+      ``nnx.PathContains('query')``, ``nnx.Linear``, ``nnx.Any(...)`` or a
+      function; by default every layer that can be adapted.
+    patterns: filters of some of these layers, with the options that these have
+      instead, ``{nnx.PathContains('out'): dict(rank=4)}``; the first that
+      matches counts.
+    dropout: the probability to drop an element of the input of A, in train
+      mode; ids are never dropped.
+    rslora: whether s is ``alpha / sqrt(rank)`` and not ``alpha / rank``.
+    dora: whether the weight's magnitude is trained apart, as in DoRA.
+    init: how the factors start: None, ``'pissa'``, ``'olora'`` or
+      ``'orthogonal'``.
+    a_initializer: of A, for its shape as a matrix (in, r).
+    b_initializer: of B, for its shape as a matrix (r, out).
+    param_dtype: the dtype of the factors; they are cast to the layer's.
+    rngs: rng keys; the stream ``params``, and ``dropout`` if there is any.
+
+  Returns:
+    A model of the same class that shares the base's buffers. Its layers are of
+    LoRA classes, such as :class:`LoRALinear`, and have the factors at ``lora``.
+
+  Raises:
+    ValueError: if an option is out of range, a filter matches no layer, a layer
+      that it chooses cannot be adapted, has an adapter already or is stacked on
+      another axis than the first, or its weight is held elsewhere too.
+    TypeError: if an argument is of the wrong type.
+
+  References:
+    Hu et al., `LoRA <https://arxiv.org/abs/2106.09685>`_, 2021; Kalajdzievski,
+    `rsLoRA <https://arxiv.org/abs/2312.03732>`_, 2023; Liu et al., `DoRA
+    <https://arxiv.org/abs/2402.09353>`_, 2024; Meng et al., `PiSSA
+    <https://arxiv.org/abs/2404.02948>`_, 2024; Büyükakyüz, `OLoRA
+    <https://arxiv.org/abs/2406.01775>`_, 2024.
+  """
+  options = LoRAOptions(
+    rank=rank,
+    alpha=alpha,
+    dropout=dropout,
+    rslora=rslora,
+    dora=dora,
+    init=init,
+    a_initializer=a_initializer,
+    b_initializer=b_initializer,
+    param_dtype=param_dtype,
+  )
+  model = nnx.clone(model)
+  found = find_targets('apply_lora', model, options, targets, patterns)
+  if not isinstance(rngs, nnx.Rngs):
+    raise TypeError(
+      'apply_lora: `rngs` must be an nnx.Rngs, like nnx.Rngs(0), got '
+      f'{_words.value(rngs)}.'
+    )
+  adapters: dict[tp.Any, LoRAFactors] = {}
+  for target in found:
+    if target.shares is None:
+      adapters[target.path] = target.factors(rngs)
+  for target in found:
+    path = target.path if target.shares is None else target.shares
+    attach(target.layer, adapters[path])
+  return model
+
+
+def lora_plan(
+  model: tp.Any,
+  *,
+  rank: int,
+  alpha: float | None = None,
+  targets: Filter = ...,
+  patterns: Patterns | None = None,
+  dropout: float = 0.0,
+  rslora: bool = False,
+  dora: bool = False,
+  init: Init | None = None,
+  a_initializer: Initializer | None = None,
+  b_initializer: Initializer | None = None,
+  param_dtype: tp.Any = jnp.float32,
+) -> LoRAPlan:
+  """What :func:`apply_lora` would do, without doing it.
+
+  Example::
+
+    >>> from flax import nnx
+    >>> import nnx_ext
+    ...
+    >>> model = nnx.Sequential(
+    ...   nnx.Linear(64, 256, rngs=nnx.Rngs(0)),
+    ...   nnx.Conv(3, 8, (3,), rngs=nnx.Rngs(1)),
+    ... )
+    >>> print(nnx_ext.lora_plan(model, rank=4))
+    'layers/0': Linear (64, 256), A (64, 4), B (4, 256), scale 1, 1,280 trained
+    'layers/1': Conv (3, 3, 8), A (3, 3, 4), B (4, 8), scale 1, 68 trained
+    2 layers, 1,348 of 18,068 parameters trained (7.46 %)
+
+  Args:
+    model: a Module, or a pytree of Modules; it may be abstract.
+    rank: the rank r of the product of the factors.
+    alpha: the numerator of the scale s, static; the rank by default.
+    targets: an nnx filter over (path, module), like
+      ``nnx.PathContains('query')``, ``nnx.Linear``, ``nnx.Any(...)`` or a
+      function; by default every layer that can be adapted.
+    patterns: filters of some of these layers, with the options that these have
+      instead, ``{nnx.PathContains('out'): dict(rank=4)}``; the first that
+      matches counts.
+    dropout: the probability to drop an element of the input of A, in train
+      mode; ids are never dropped.
+    rslora: whether s is ``alpha / sqrt(rank)`` and not ``alpha / rank``.
+    dora: whether the weight's magnitude is trained apart, as in DoRA.
+    init: how the factors start: None, ``'pissa'``, ``'olora'`` or
+      ``'orthogonal'``.
+    a_initializer: of A, for its shape as a matrix (in, r).
+    b_initializer: of B, for its shape as a matrix (r, out).
+    param_dtype: the dtype of the factors; they are cast to the layer's.
+
+  Returns:
+    The plan. It prints as a table.
+
+  Raises:
+    ValueError: if an option is out of range, a filter matches no layer, a layer
+      that it chooses cannot be adapted, has an adapter already or is stacked on
+      another axis than the first, or its weight is held elsewhere too.
+    TypeError: if an argument is of the wrong type.
+  """
+  options = LoRAOptions(
+    rank=rank,
+    alpha=alpha,
+    dropout=dropout,
+    rslora=rslora,
+    dora=dora,
+    init=init,
+    a_initializer=a_initializer,
+    b_initializer=b_initializer,
+    param_dtype=param_dtype,
+  )
+  found = find_targets('lora_plan', model, options, targets, patterns)
+  layers = tuple(target.plan() for target in found)
+  trainable = sum(layer.num_params for layer in layers)
+  params = nnx.to_flat_state(nnx.state(model, nnx.Param))
+  own = sum(math.prod(param.shape) for _, param in params)
+  return LoRAPlan(layers, trainable, own + trainable)
+
+
+def merge_lora(model: M) -> M:
+  """The plain model whose weights are ``W + s A B``.
+
+  It can be traced, and differentiated by A and B.
+
+  Example::
+
+    >>> from flax import nnx
+    >>> import jax.numpy as jnp
+    >>> import nnx_ext
+    ...
+    >>> base = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    >>> model = nnx_ext.apply_lora(base, rank=1, rngs=nnx.Rngs(1))
+    >>> model.lora.lora_b[...] = jnp.ones((1, 3))
+    >>> merged = nnx_ext.merge_lora(model)
+    >>> x = jnp.ones((1, 2))
+    >>> bool(jnp.allclose(merged(x), model(x), atol=1e-6))
+    True
+    >>> nnx.graphdef(merged) == nnx.graphdef(base)
+    True
+
+  Args:
+    model: a model that has adapted layers. It is not changed.
+
+  Returns:
+    A model of the classes and structure that the base had, its weights in
+    their own dtype.
+
+  Raises:
+    ValueError: if the model has no adapted layer.
+  """
+  model = nnx.clone(model)
+  seen = set()
+  for layer in adapted_layers('merge_lora', model).values():
+    weight = getattr(layer, layer.weight_name)
+    if id(weight) not in seen:
+      weight.set_value(layer.lora.weight(weight.get_value()))
+      seen.add(id(weight))
+    _detach('merge_lora', layer)
+  return model
+
+
+def remove_lora(model: M) -> M:
+  """The plain model with the weights it had.
+
+  Example::
+
+    >>> from flax import nnx
+    >>> import jax.numpy as jnp
+    >>> import nnx_ext
+    ...
+    >>> base = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    >>> model = nnx_ext.apply_lora(base, rank=1, rngs=nnx.Rngs(1))
+    >>> plain = nnx_ext.remove_lora(model)
+    >>> type(plain).__name__, type(model).__name__
+    ('Linear', 'LoRALinear')
+
+  Args:
+    model: a model that has adapted layers. It is not changed.
+
+  Returns:
+    A model of the classes and structure that the base had.
+
+  Raises:
+    ValueError: if the model has no adapted layer.
+  """
+  model = nnx.clone(model)
+  for layer in adapted_layers('remove_lora', model).values():
+    _detach('remove_lora', layer)
+  return model
+
+
+@contextlib.contextmanager
+def lora_disabled(model: M) -> tp.Iterator[M]:
+  """The base alone, for as long as the context lasts.
+
+  Contexts nest, and an exception leaves none behind. The flag is static: what
+  is jitted is traced once with adapters and once without.
+
+  Example::
+
+    >>> from flax import nnx
+    >>> import jax.numpy as jnp
+    >>> import nnx_ext
+    ...
+    >>> base = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    >>> model = nnx_ext.apply_lora(base, rank=1, rngs=nnx.Rngs(1))
+    >>> model.lora.lora_b[...] = jnp.ones((1, 3))
+    >>> x = jnp.ones((1, 2))
+    >>> with nnx_ext.lora_disabled(model):
+    ...   bool(jnp.array_equal(model(x), base(x)))
+    True
+    >>> bool(jnp.array_equal(model(x), base(x)))
+    False
+
+  Args:
+    model: a model that has adapted layers.
+
+  Returns:
+    A context manager of the model.
+
+  Raises:
+    ValueError: if the model has no adapted layer.
+  """
+  adapters = {
+    id(layer.lora): layer.lora
+    for layer in adapted_layers('lora_disabled', model).values()
+  }
+  before = [(lora, lora.disabled) for lora in adapters.values()]
+  for lora in adapters.values():
+    lora.disabled = True
+  try:
+    yield model
+  finally:
+    for lora, disabled in before:
+      lora.disabled = disabled
+
+
+def to_plain_lora(model: M) -> M:
+  """The same function with a PiSSA or OLoRA start taken into the factors.
+
+  Where an adapter is ``s (A B - A0 B0)``, with a start A0 B0 that is kept, it
+  becomes a plain one of twice the rank, ``s [A, A0] [B, -B0]``. Files have only
+  such: :func:`save_lora` does this by itself.
+
+  Example::
+
+    >>> from flax import nnx
+    >>> import jax.numpy as jnp
+    >>> import nnx_ext
+    ...
+    >>> model = nnx_ext.apply_lora(
+    ...   nnx.Linear(4, 6, rngs=nnx.Rngs(0)),
+    ...   rank=2,
+    ...   init='pissa',
+    ...   rngs=nnx.Rngs(1),
+    ... )
+    >>> plain = nnx_ext.to_plain_lora(model)
+    >>> plain.lora.rank, plain.lora.scale
+    (4, 1.0)
+    >>> x = jnp.ones((1, 4))
+    >>> bool(jnp.allclose(plain(x), model(x), atol=1e-6))
+    True
+
+  Args:
+    model: a model that has adapted layers. It is not changed.
+
+  Returns:
+    A model of the same classes. Adapters without a start are as they were.
+
+  Raises:
+    ValueError: if the model has no adapted layer.
+  """
+  model = nnx.clone(model)
+  for layer in adapted_layers('to_plain_lora', model).values():
+    layer.lora.make_plain()
+  return model
+
+
+def attach(layer: tp.Any, lora: LoRAFactors):
+  """Makes a plain layer, in place, an adapted one."""
+  object.__setattr__(layer, '__class__', _classes.adapted_class(type(layer)))
+  layer.lora = lora
+
+
+def _detach(api: str, layer: LoRALayer):
+  plain = _classes.plain_class(type(layer))
+  if plain is None:
+    raise ValueError(
+      f'{api}: {type(layer).__name__} is a subclass of an adapted layer, so '
+      'there is no class that it had before; subclass the flax layer instead, '
+      'and adapt it with apply_lora.'
+    )
+  del layer.lora
+  object.__setattr__(layer, '__class__', plain)
