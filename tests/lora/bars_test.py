@@ -1,0 +1,107 @@
+# Copyright 2026 The nnx_ext Authors.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""What an adapted layer may cost: flops, temporary bytes, primitives.
+
+Never a time: these repeat to the digit.
+"""
+
+import jax
+import jax.numpy as jnp
+from absl.testing import parameterized
+from flax import nnx
+
+import nnx_ext
+from benchmarks import lora_programs as programs
+from benchmarks.multi_programs import flops, temporary_bytes
+
+WIDTH, HIDDEN, TOKENS, RANK, DEPTH = 1024, 4096, 512, 8, 4
+
+
+def setUpModule():
+  jax.config.update('jax_disable_most_optimizations', False)
+
+
+def tearDownModule():
+  jax.config.update('jax_disable_most_optimizations', True)
+
+
+class BlocksTest(parameterized.TestCase):
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    steps = programs.blocks(WIDTH, HIDDEN, TOKENS, RANK, DEPTH)
+    cls.compiled = {name: step.compile()[0] for name, step in steps.items()}
+
+  def test_flops_are_those_of_the_factored_form(self):
+    # Forward 2Tkn + 2Tr(k + n); backward 2Tkn for the input, twice 2Tr(k + n).
+    layer = 4 * TOKENS * WIDTH * HIDDEN + 6 * TOKENS * RANK * (WIDTH + HIDDEN)
+    self.assertLessEqual(self._flops('nnx_ext'), 2 * DEPTH * layer)
+    self.assertGreater(self._flops('W + s A B'), 2 * DEPTH * layer)
+
+  def test_flops_beside_full_fine_tuning(self):
+    self.assertLessEqual(self._flops('nnx_ext'), 0.65 * self._flops('full'))
+
+  def test_temporary_bytes_are_those_of_a_bypass(self):
+    ours, peer = (
+      temporary_bytes(self.compiled[name]) for name in ('nnx_ext', 'nnx.LoRA')
+    )
+    self.assertGreater(peer, 1e7)
+    self.assertLessEqual(ours, 1.01 * peer)
+
+  def _flops(self, name: str) -> float:
+    return flops(self.compiled[name])
+
+
+class LayersTest(parameterized.TestCase):
+  def test_a_lookup_never_makes_the_table(self):
+    vocabulary, width = 32_000, 1024
+    steps = programs.embed(vocabulary, width)
+    table = 4 * vocabulary * width
+    ours, merged = (
+      temporary_bytes(steps[name].compile()[0])
+      for name in ('nnx_ext', 'W + s A B')
+    )
+    self.assertLessEqual(ours, table / 50)
+    self.assertGreater(merged, table)
+
+  @parameterized.parameters(
+    ('conv', 0.6), ('recurrent', 0.5), ('attend', 0.52), ('attention', 0.7)
+  )
+  def test_flops_beside_the_merged_weight(self, program, bar):
+    steps = getattr(programs, program)()
+    ours, merged = (
+      flops(steps[name].compile()[0]) for name in ('nnx_ext', 'W + s A B')
+    )
+    self.assertGreater(merged, 1e7)
+    self.assertLessEqual(ours / merged, bar)
+
+  def test_dora_forms_no_gradient_of_the_weight(self):
+    steps = programs.dora()
+    ours, plain, full = (
+      flops(steps[name].compile()[0]) for name in ('nnx_ext', 'LoRA', 'full')
+    )
+    self.assertLessEqual(ours, 1.02 * plain)
+    self.assertLessEqual(ours, 0.65 * full)
+
+
+class EagerTest(parameterized.TestCase):
+  def test_a_call_is_two_linear_calls_a_product_a_scale_and_an_add(self):
+    plain = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    layer = nnx_ext.apply_lora(plain, rank=2, alpha=4, rngs=nnx.Rngs(1))
+    x = jnp.ones((3, 8))
+    ours, once = (
+      len(jax.make_jaxpr(lambda x, f=f: f(x))(x).eqns) for f in (layer, plain)
+    )
+    self.assertGreater(ours, once)
+    self.assertLessEqual(ours, 2 * once + 3)
