@@ -30,8 +30,8 @@ from nnx_ext.lora.layers import (
   LoRALinearGeneral,
 )
 
-KINDS: dict[type[nnx.Module], type[LoRALayer]] = {
-  cls.plain: cls
+_ADAPTED: dict[type[nnx.Module], type[LoRALayer]] = {
+  cls._kind.plain: cls
   for cls in (
     LoRALinear,
     LoRALinearGeneral,
@@ -43,14 +43,6 @@ KINDS: dict[type[nnx.Module], type[LoRALayer]] = {
 }
 
 
-def kind_of(layer: tp.Any) -> type[LoRALayer] | None:
-  """The adapted kind of a plain layer, if its class has one."""
-  for cls in type(layer).__mro__:
-    if cls in KINDS:
-      return KINDS[cls]
-  return None
-
-
 def adapted_class(plain: type[nnx.Module]) -> type[LoRALayer]:
   """The class of an adapted layer, for flax's class or a subclass of it.
 
@@ -58,14 +50,14 @@ def adapted_class(plain: type[nnx.Module]) -> type[LoRALayer]:
   find the adapted one. Where they read the weight themselves, they run on a
   copy of the layer that has the effective weight.
   """
-  return KINDS[plain] if plain in KINDS else _derived(plain)
+  return _ADAPTED[plain] if plain in _ADAPTED else _derived(plain)
 
 
 def plain_class(adapted: type[LoRALayer]) -> type[nnx.Module] | None:
   """The class of a layer before it was adapted, if there is one."""
   if isinstance(adapted, _Derived):
     return tp.cast(tp.Any, adapted).derived_from
-  return adapted.plain if adapted in KINDS.values() else None
+  return adapted._kind.plain if adapted in _ADAPTED.values() else None
 
 
 class _Derived(type(nnx.Module)):  # type: ignore[misc]
@@ -84,7 +76,8 @@ copyreg.pickle(_Derived, _reduce)
 
 @functools.cache
 def _derived(plain: type[nnx.Module]) -> type[LoRALayer]:
-  kind = next(KINDS[cls] for cls in plain.__mro__ if cls in KINDS)
+  base = next(cls for cls in plain.__mro__ if cls in _ADAPTED)
+  adapted = _ADAPTED[base]
   members: dict[str, tp.Any] = {
     '__module__': plain.__module__,
     '__qualname__': f'LoRA{plain.__qualname__}',
@@ -92,15 +85,15 @@ def _derived(plain: type[nnx.Module]) -> type[LoRALayer]:
     'derived_from': plain,
   }
   for cls in plain.__mro__:
-    if cls in KINDS:
+    if cls is base:
       break
     for name, member in vars(cls).items():
-      if name not in members and _wants_weight(name, member, kind):
+      if name not in members and _wants_weight(name, member, adapted):
         members[name] = _on_plain(name, member)
-  return _Derived(f'LoRA{plain.__name__}', (plain, kind), members)
+  return _Derived(f'LoRA{plain.__name__}', (plain, adapted), members)
 
 
-def _wants_weight(name: str, member: tp.Any, kind: type[LoRALayer]) -> bool:
+def _wants_weight(name: str, member: tp.Any, adapted: type[LoRALayer]) -> bool:
   """Whether a user's method may read the weight, other than through flax.
 
   It does if it names the weight. A forward that does not go on to that of its
@@ -112,7 +105,7 @@ def _wants_weight(name: str, member: tp.Any, kind: type[LoRALayer]) -> bool:
     return False
   code = inspect.unwrap(member).__code__
   names = _names(code)
-  if kind.weight_name in names:
+  if adapted._kind.weight_name in names:
     return True
   is_forward = name == '__call__' or name == 'attend'
   return is_forward and not names & {'super', '__class__', name}
@@ -132,7 +125,8 @@ def _names(code) -> set[str]:
 def _on_plain(name: str, member: tp.Any) -> tp.Any:
   """A method, or a property, as of the layer with its effective weight."""
   if isinstance(member, property):
-    return property(lambda self: _run(self, lambda plain: getattr(plain, name)))
+    read = lambda self: _run(self, lambda plain: getattr(plain, name))
+    return property(read, member.fset, member.fdel, member.__doc__)
 
   @functools.wraps(member)
   def method(self, *args, **kwargs):
@@ -147,9 +141,9 @@ def _run(layer: LoRALayer, call: tp.Callable[[nnx.Module], tp.Any]) -> tp.Any:
   plain = object.__new__(cls.derived_from)
   seen = dict(vars(layer))
   if not layer.lora.disabled:
-    weight = seen[layer.weight_name]
+    weight = layer._kind.weight(layer)
     effective = layer.lora.weight(weight.get_value())
-    seen[layer.weight_name] = weight.replace(effective)
+    seen[layer._kind.weight_name] = weight.replace(effective)
   vars(plain).update(seen)
   result = call(plain)
   for key, value in vars(plain).items():

@@ -26,9 +26,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Inexact, Shaped
 
-from nnx_ext.lora._axes import Axes
-from nnx_ext.lora._factors import LoRAFactors, check_start
+from nnx_ext.lora._factors import LoRAFactors
+from nnx_ext.lora._kinds import Kind
 from nnx_ext.lora._options import Init, LoRAOptions
+from nnx_ext.lora._starts import check_start
 
 Initializer = nnx.Initializer
 Inputs = Shaped[Array, '...']
@@ -48,21 +49,11 @@ _PLAIN_OPERATIONS = {
 class LoRALayer(nnx.Module):
   """What all adapted layers share. It comes before the flax class.
 
-  A subclass names the flax class and its weight, says what each of the
-  weight's axes is, and has that class's ``__call__`` in terms of ``_adapted``.
-
-  Attributes:
-    plain: the flax class.
-    weight_name: the attribute of the weight.
-    initializers: of A and of B, unless others are given.
+  A subclass names its kind, and has the ``__call__`` of that kind's flax class
+  in terms of ``_adapted``.
   """
 
-  plain: tp.ClassVar[tp.Any]
-  weight_name: tp.ClassVar[str] = 'kernel'
-  initializers: tp.ClassVar[tuple[Initializer, Initializer]] = (
-    nnx.initializers.he_uniform(),
-    nnx.initializers.zeros,
-  )
+  _kind: tp.ClassVar[Kind]
 
   if tp.TYPE_CHECKING:  # what the flax class has
     lora: LoRAFactors
@@ -104,16 +95,17 @@ class LoRALayer(nnx.Module):
       param_dtype=lora_param_dtype,
     ).check(api, 'lora_rank')
     super().__init__(*args, rngs=rngs, **kwargs)  # type: ignore[call-arg]
-    reason = self.why_not(self)
+    kind = self._kind
+    reason = kind.why_not(self)
     if reason is not None:
       raise ValueError(f'{api}: the layer cannot be adapted: {reason}.')
-    axes, weight = self.axes_of(self), getattr(self, self.weight_name)
+    axes, weight = kind.axes(self), kind.weight(self).get_value()
     check_start(api, axes, weight.shape, options)
     self.lora = LoRAFactors(
-      weight.get_value(),
+      weight,
       axes,
       options,
-      initializers=self.initializers,
+      initializers=kind.initializers,
       dtype=lora_dtype,
       promote_dtype=lora_promote_dtype,
       param_type=lora_param_type,
@@ -121,30 +113,15 @@ class LoRALayer(nnx.Module):
       rngs=rngs,
     )
 
-  @staticmethod
-  def axes_of(layer: tp.Any) -> Axes:
-    """What the axes of a plain layer's weight are."""
-    raise NotImplementedError
-
-  @staticmethod
-  def why_not(layer: tp.Any) -> str | None:
-    """Why a plain layer of this class cannot be adapted, if it cannot."""
-    del layer
-    return None
-
-  @staticmethod
-  def shape_of(layer: tp.Any) -> tuple[int, ...]:
-    """The shape of a plain layer's weight, when it is not stacked."""
-    return tuple(layer.kernel_shape)
-
   def _adapted(self, inputs: Array, options: CallOptions) -> Outputs:
     """The layer's own forward with the effective weight."""
-    lora, forward = self.lora, self.plain.__call__
+    lora, kind = self.lora, self._kind
+    forward = kind.plain.__call__
     if lora.disabled:
       return forward(self, inputs, **options)
-    weight = getattr(self, self.weight_name)[...]
+    weight = kind.weight(self)[...]
     if self._needs_whole(options):
-      whole = Seen(self, {self.weight_name: lora.weight(weight)})
+      whole = Seen(self, {kind.weight_name: lora.weight(weight)})
       return forward(whole, inputs, **options)
     a, b = lora.pair()
     hidden = self._hidden(inputs, a, options) * lora.scale
@@ -165,7 +142,7 @@ class LoRALayer(nnx.Module):
     """
     del options
     masked = getattr(self, 'mask', None) is not None
-    return masked or self.lora.axes != self.axes_of(self)
+    return masked or self.lora.axes != self._kind.axes(self)
 
   def _hidden(
     self, inputs: Array, a: Array, options: CallOptions
@@ -173,13 +150,13 @@ class LoRALayer(nnx.Module):
     """The layer's own forward with A in the place of the weight."""
     seen = self._seen_with(a, self._dtype(inputs))
     dropped = self._dropped(inputs)
-    return self.plain.__call__(seen, dropped, **self._of_rank(options))
+    return self._kind.plain.__call__(seen, dropped, **self._of_rank(options))
 
   def _seen_with(self, a: Array, dtype: tp.Any, **others: tp.Any) -> 'Seen':
     values = {
       **_NO_BIAS,
       **_PLAIN_OPERATIONS,
-      self.weight_name: a.astype(dtype),
+      self._kind.weight_name: a.astype(dtype),
       'dtype': dtype,
       'promote_dtype': self.lora.promote_dtype or self.promote_dtype,
       **others,
@@ -192,7 +169,7 @@ class LoRALayer(nnx.Module):
     if dtype:
       return dtype
     bias = [] if self.bias is None else [self.bias[...]]
-    return jnp.result_type(inputs, getattr(self, self.weight_name)[...], *bias)
+    return jnp.result_type(inputs, self._kind.weight(self)[...], *bias)
 
   def _dropped(self, inputs: Array) -> Array:
     return self.lora.dropout(inputs) if self.lora.dropout else inputs
@@ -241,7 +218,7 @@ class Seen:
   def __init__(self, layer: LoRALayer, others: dict[str, tp.Any]):
     self._layer = layer
     for name, value in others.items():
-      if name == layer.weight_name:
+      if name == layer._kind.weight_name:
         value = _Value(value)
       setattr(self, name, value)
 

@@ -25,6 +25,7 @@ import numpy as np
 from flax import nnx
 
 from nnx_ext.lora._axes import Axes
+from nnx_ext.lora._kinds import CONV, CONV_TRANSPOSE, EMBED, Kind
 
 Arrays = dict[str, np.ndarray]
 
@@ -40,13 +41,13 @@ class Layout:
   Attributes:
     axes: those of the layer's weight.
     shape: that of the layer's weight.
-    kind: the flax class of the layer.
+    kind: that of the layer.
     extended: whether under keys of our own, which PEFT passes over.
   """
 
   axes: Axes
   shape: tuple[int, ...]
-  kind: type[nnx.Module]
+  kind: Kind
   extended: bool
 
   def keys(self, name: str) -> dict[str, str]:
@@ -54,7 +55,7 @@ class Layout:
     if self.extended:
       return {field: f'{EXTENSION}{name}.{field}' for field in FIELDS}
     a, b = 'lora_A.weight', 'lora_B.weight'
-    if self.kind is nnx.Embed:
+    if self.kind is EMBED:
       a, b = 'lora_embedding_A', 'lora_embedding_B'
     keys = {'lora_a': a, 'lora_b': b, 'magnitude': 'lora_magnitude_vector'}
     return {field: f'{PREFIX}{name}.{key}' for field, key in keys.items()}
@@ -104,12 +105,14 @@ class Layout:
   @property
   def _window(self) -> int:
     """How many axes a convolution slides over."""
-    return len(self.shape) - 2 if self.kind is nnx.Conv else 0
+    return len(self.shape) - 2 if self.kind is CONV else 0
 
 
-def why_not(layer: tp.Any, kind: type, axes: Axes, stacked: bool) -> str | None:
+def why_not(
+  layer: tp.Any, kind: Kind, axes: Axes, stack: tuple[int, ...]
+) -> str | None:
   """Why PEFT cannot hold an adapter of this layer, or None if it can."""
-  if stacked:
+  if stack:
     return 'is a stack of layers'
   if axes.groups > 1:
     return (
@@ -118,11 +121,11 @@ def why_not(layer: tp.Any, kind: type, axes: Axes, stacked: bool) -> str | None:
     )
   if 'b' in axes.kinds:
     return 'has a weight of its own for each place of an axis'
-  if kind is nnx.ConvTranspose:
+  if kind is CONV_TRANSPOSE:
     return 'is a ConvTranspose'
   if getattr(layer, 'mask', None) is not None:
     return 'has a masked weight'
-  if kind is not nnx.Conv:
+  if kind is not CONV:
     return None
   for name in ('kernel_dilation', 'input_dilation'):
     if set(np.ravel(getattr(layer, name) or 1)) != {1}:

@@ -19,7 +19,8 @@ from flax import nnx
 
 from nnx_ext import _words
 from nnx_ext._names import Names
-from nnx_ext.lora import _classes, _peft
+from nnx_ext.lora import _peft
+from nnx_ext.lora._kinds import kind_of
 from nnx_ext.lora._layer import LoRALayer
 from nnx_ext.lora.plan import modules_of
 
@@ -41,7 +42,7 @@ class TorchNames:
     self._modules = modules_of(model)
     self.layers: dict[str, Path] = {}
     for path, module in self._modules.items():
-      if _classes.kind_of(module) is None:
+      if kind_of(module) is None:
         continue
       name = self.of(path)
       if name in self.layers:
@@ -100,8 +101,8 @@ class TorchNames:
     for place, module in self._modules.items():
       if place[: len(path)] != path:
         continue
-      kind = _classes.kind_of(module)
-      axes = kind.axes_of(module) if kind else None
+      kind = kind_of(module)
+      axes = kind.axes(module) if kind else None
       if isinstance(module, nnx.ConvTranspose):
         raise ValueError(
           f'{self._api}: {_words.path(place)} is a ConvTranspose, whose kernel '

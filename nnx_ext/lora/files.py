@@ -25,8 +25,9 @@ import numpy as np
 from flax import nnx
 
 from nnx_ext import _words
-from nnx_ext.lora import _classes, _config, _peft
+from nnx_ext.lora import _config, _peft
 from nnx_ext.lora._factors import LoRAFactors
+from nnx_ext.lora._kinds import kind_of
 from nnx_ext.lora._layer import LoRALayer
 from nnx_ext.lora._options import LoRAOptions
 from nnx_ext.lora._torch_names import Path, Rename, TorchNames
@@ -288,7 +289,7 @@ def _matched(
         report.missing.append(_settings(name))
         continue
       adapter = _Adapter(path, layout, options)
-      stack = _stack(layer)
+      stack = layout.kind.stack(layer)
       wanted = layout.shapes(options.rank, stack)
       if not extended and config.use_dora or 'magnitude' in keys and extended:
         adapter.options = dataclasses.replace(options, dora=True)
@@ -396,30 +397,21 @@ def _owners(model: tp.Any) -> dict[Path, LoRALayer]:
   """The adapted layers, those that share an adapter once."""
   owners: dict[int, tuple[Path, LoRALayer]] = {}
   for path, layer in adapted_layers('save_lora', model).items():
-    is_own = layer.lora.axes == layer.axes_of(layer)
+    is_own = layer.lora.axes == layer._kind.axes(layer)
     if is_own:
       owners.setdefault(id(layer.lora), (path, layer))
   return dict(owners.values())
 
 
 def _layout(layer: tp.Any, extended: bool) -> _peft.Layout:
-  kind: tp.Any = _classes.kind_of(layer)
-  axes, shape = kind.axes_of(layer), kind.shape_of(layer)
-  return _peft.Layout(axes, shape, kind.plain, extended)
+  kind: tp.Any = kind_of(layer)
+  return _peft.Layout(kind.axes(layer), kind.shape(layer), kind, extended)
 
 
 def _why_not(layer: tp.Any) -> str | None:
-  kind: tp.Any = _classes.kind_of(layer)
-  return _peft.why_not(
-    layer, kind.plain, kind.axes_of(layer), bool(_stack(layer))
-  )
-
-
-def _stack(layer: tp.Any) -> tuple[int, ...]:
-  """The leading axes of a weight that stand for stacked layers."""
-  kind: tp.Any = _classes.kind_of(layer)
-  shape = getattr(layer, kind.weight_name).shape
-  return shape[: len(shape) - len(kind.shape_of(layer))]
+  """Why PEFT has no form for the adapter of a layer, or None if it has."""
+  kind: tp.Any = kind_of(layer)
+  return _peft.why_not(layer, kind, kind.axes(layer), kind.stack(layer))
 
 
 def _alpha_for(rslora: bool, lora: LoRAFactors) -> float:

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Inexact, Integer
 
-from nnx_ext.lora._axes import Axes
-from nnx_ext.lora._einsum import Equation
+from nnx_ext.lora import _kinds
+from nnx_ext.lora._kinds import equation_of
 from nnx_ext.lora._layer import (
   CallOptions,
   Inputs,
@@ -79,18 +79,10 @@ class LoRALinear(LoRALayer, nnx.Linear):
       ``lora.magnitude``.
   """
 
-  plain = nnx.Linear
+  _kind = _kinds.LINEAR
 
   def __call__(self, inputs: Inputs, out_sharding: tp.Any = None) -> Outputs:
     return self._adapted(inputs, given(out_sharding=out_sharding))
-
-  @staticmethod
-  def axes_of(layer: nnx.Linear) -> Axes:
-    return Axes('io')
-
-  @staticmethod
-  def shape_of(layer: nnx.Linear) -> tuple[int, ...]:
-    return layer.in_features, layer.out_features
 
 
 class LoRALinearGeneral(LoRALayer, nnx.LinearGeneral):
@@ -139,20 +131,10 @@ class LoRALinearGeneral(LoRALayer, nnx.LinearGeneral):
       ``lora.magnitude``.
   """
 
-  plain = nnx.LinearGeneral
+  _kind = _kinds.LINEAR_GENERAL
 
   def __call__(self, inputs: Inputs, out_sharding: tp.Any = None) -> Outputs:
     return self._adapted(inputs, given(out_sharding=out_sharding))
-
-  @staticmethod
-  def axes_of(layer: nnx.LinearGeneral) -> Axes:
-    parts = layer.batch_axis, layer.in_features, layer.out_features
-    return Axes(''.join(k * len(part) for k, part in zip('bio', parts)))
-
-  @staticmethod
-  def shape_of(layer: nnx.LinearGeneral) -> tuple[int, ...]:
-    batch = layer.batch_axis.values()
-    return (*batch, *layer.in_features, *layer.out_features)
 
 
 class LoRAConv(LoRALayer, nnx.Conv):
@@ -203,14 +185,10 @@ class LoRAConv(LoRALayer, nnx.Conv):
       ``lora.magnitude``.
   """
 
-  plain = nnx.Conv
+  _kind = _kinds.CONV
 
   def __call__(self, inputs: Inputs, out_sharding: tp.Any = None) -> Outputs:
     return self._adapted(inputs, given(out_sharding=out_sharding))
-
-  @staticmethod
-  def axes_of(layer: nnx.Conv) -> Axes:
-    return Axes('i' * len(layer.kernel_size) + 'io', layer.feature_group_count)
 
   def _expand(self, hidden: Array, b: Array, options: CallOptions) -> Outputs:
     groups = self.lora.axes.groups
@@ -269,15 +247,10 @@ class LoRAConvTranspose(LoRALayer, nnx.ConvTranspose):
       ``lora.magnitude``.
   """
 
-  plain = nnx.ConvTranspose
+  _kind = _kinds.CONV_TRANSPOSE
 
   def __call__(self, inputs: Inputs) -> Outputs:
     return self._adapted(inputs, {})
-
-  @staticmethod
-  def axes_of(layer: nnx.ConvTranspose) -> Axes:
-    channels = 'oi' if layer.transpose_kernel else 'io'
-    return Axes('i' * len(layer.kernel_size) + channels)
 
 
 class LoRAEmbed(LoRALayer, nnx.Embed):
@@ -326,18 +299,8 @@ class LoRAEmbed(LoRALayer, nnx.Embed):
       ``lora.magnitude``.
   """
 
-  plain = nnx.Embed
-  weight_name = 'embedding'
-  initializers = (nnx.initializers.zeros, nnx.initializers.normal(1.0))
+  _kind = _kinds.EMBED
   precision = bias = None
-
-  @staticmethod
-  def axes_of(layer: nnx.Embed) -> Axes:
-    return Axes('io')
-
-  @staticmethod
-  def shape_of(layer: nnx.Embed) -> tuple[int, ...]:
-    return layer.num_embeddings, layer.features
 
   def __call__(
     self, inputs: Integer[Array, '...'], out_sharding: tp.Any = None
@@ -347,13 +310,13 @@ class LoRAEmbed(LoRALayer, nnx.Embed):
   def attend(
     self, query: Inexact[Array, '... d'], out_sharding: tp.Any = None
   ) -> Inexact[Array, '... v']:
-    lora, attend = self.lora, tp.cast(tp.Any, self.plain.attend)
+    lora, attend = self.lora, tp.cast(tp.Any, self._kind.plain.attend)
     options = given(out_sharding=out_sharding)
     if lora.disabled:
       return attend(self, query, **options)
     weight = self.embedding[...]
     if self._needs_whole(options):
-      whole = Seen(self, {self.weight_name: lora.weight(weight)})
+      whole = Seen(self, {'embedding': lora.weight(weight)})
       return attend(whole, query, **options)
     if lora.magnitude is not None:
       query = (query * lora.direction_scale(weight)).astype(query.dtype)
@@ -422,7 +385,7 @@ class LoRAEinsum(LoRALayer, nnx.Einsum):
       ``lora.magnitude``.
   """
 
-  plain = nnx.Einsum
+  _kind = _kinds.EINSUM
 
   def __call__(
     self,
@@ -433,38 +396,20 @@ class LoRAEinsum(LoRALayer, nnx.Einsum):
     options = given(einsum_str=einsum_str, out_sharding=out_sharding)
     return self._adapted(inputs, options)
 
-  @staticmethod
-  def axes_of(layer: nnx.Einsum) -> Axes:
-    return Axes(_equation(layer).kinds(len(layer.kernel_shape)))
-
-  @staticmethod
-  def why_not(layer: nnx.Einsum) -> str | None:
-    if layer.einsum_str is None:
-      return 'its `einsum_str` is given by its calls, not its constructor'
-    equation = _equation(layer)
-    if len(set(equation.weight)) < len(equation.weight):
-      return f'its equation {layer.einsum_str!r} takes a diagonal of the weight'
-    if not {'i', 'o'} <= set(LoRAEinsum.axes_of(layer).kinds):
-      return (
-        f'in its equation {layer.einsum_str!r} the weight sums over no axis or '
-        'makes none, so a low rank saves nothing'
-      )
-    return None
-
   def _needs_whole(self, options: CallOptions) -> bool:
     # The equation of a call takes precedence, as upstream.
     other = options.get('einsum_str', self.einsum_str) != self.einsum_str
     return other or super()._needs_whole(options)
 
   def _seen_with(self, a: Array, dtype: tp.Any, **others: tp.Any) -> Seen:
-    of_hidden = _equation(self).of_hidden
+    of_hidden = equation_of(self).of_hidden
     return super()._seen_with(a, dtype, einsum_str=of_hidden, **others)
 
   def _of_rank(self, options: CallOptions) -> CallOptions:
     spec = options.get('out_sharding')
     if spec is None:
       return {}
-    equation = _equation(self)
+    equation = equation_of(self)
 
     def names(given):
       named = zip(equation.outputs, given)
@@ -474,7 +419,7 @@ class LoRAEinsum(LoRALayer, nnx.Einsum):
 
   def _expand(self, hidden: Array, b: Array, options: CallOptions) -> Outputs:
     return jnp.einsum(
-      _equation(self).of_outputs,
+      equation_of(self).of_outputs,
       hidden,
       b,
       precision=self.precision,
@@ -482,16 +427,12 @@ class LoRAEinsum(LoRALayer, nnx.Einsum):
     )
 
   def _along_outputs(self, value: Array, outputs: Array) -> Array:
-    equation = _equation(self)
+    equation = equation_of(self)
     shape = equation.output_shape(self.kernel_shape, outputs.ndim)
     return value.transpose(equation.output_order(value.ndim)).reshape(shape)
 
   def _plus_bias(self, outputs: Outputs) -> Outputs:
     if self.bias is None:
       return outputs
-    shape = _equation(self).output_shape(self.kernel_shape, outputs.ndim)
+    shape = equation_of(self).output_shape(self.kernel_shape, outputs.ndim)
     return outputs + self.bias[...].astype(outputs.dtype).reshape(shape)
-
-
-def _equation(layer: tp.Any) -> Equation:
-  return Equation.parse(layer.einsum_str)

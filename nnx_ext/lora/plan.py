@@ -22,10 +22,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from nnx_ext import _words
-from nnx_ext.lora import _classes
-from nnx_ext.lora._factors import LoRAFactors, check_start, sharding_of
+from nnx_ext.lora._factors import LoRAFactors, sharding_of
+from nnx_ext.lora._kinds import KINDS, Kind, kind_of
 from nnx_ext.lora._layer import LoRALayer
 from nnx_ext.lora._options import LoRAOptions
+from nnx_ext.lora._starts import check_start
 
 Filter = nnx.filterlib.Filter
 Path = tuple[tp.Any, ...]
@@ -102,17 +103,17 @@ class Target:
 
   path: Path
   layer: tp.Any
-  kind: type[LoRALayer]
+  kind: Kind
   options: LoRAOptions
   shares: Path | None = None
 
   @property
   def weight(self) -> nnx.Variable:
-    return getattr(self.layer, self.kind.weight_name)
+    return self.kind.weight(self.layer)
 
   def factors(self, rngs: nnx.Rngs) -> LoRAFactors:
     """The factors of this layer, abstract if its weight is."""
-    axes, value = self.kind.axes_of(self.layer), self.weight.get_value()
+    axes, value = self.kind.axes(self.layer), self.weight.get_value()
     make = lambda weight, rngs: LoRAFactors(
       weight,
       axes,
@@ -130,7 +131,7 @@ class Target:
 
   def plan(self) -> LoRALayerPlan:
     options, shape = self.options, self.weight.shape
-    axes = self.kind.axes_of(self.layer)
+    axes = self.kind.axes(self.layer)
     stack = shape[: len(shape) - len(axes.kinds)]
     own = shape[len(stack) :]
     a, b = axes.factor_shapes(own, options.rank)
@@ -174,7 +175,7 @@ def find_targets(
   _override(api, found, patterns or {}, modules)
   for target in found:
     if target.shares is None:
-      axes = target.kind.axes_of(target.layer)
+      axes = target.kind.axes(target.layer)
       where = f'{api}: {_words.path(target.path)}'
       check_start(where, axes, target.weight.shape, target.options)
   return found
@@ -228,11 +229,11 @@ def _matches(
 
 def _why_not(layer: tp.Any) -> str | None:
   """Why a module cannot be adapted, or None if it can."""
-  kind = _classes.kind_of(layer)
+  kind = kind_of(layer)
   name = type(layer).__name__
   if kind is None:
     return f'is a {name}, which is not a layer that can be adapted'
-  weight = getattr(layer, kind.weight_name)
+  weight = kind.weight(layer)
   if not isinstance(weight, nnx.Variable):
     return (
       f'has a {type(weight).__name__} in the place of its {kind.weight_name}'
@@ -266,7 +267,7 @@ def _refusals(modules: dict[Path, tp.Any]) -> dict[Path, str]:
         f'is an nnx.LoRALinear, which has an adapter of its own. Make it an '
         f'nnx.Linear, {leave}'
       )
-    elif id(node) in inside and _classes.kind_of(node) is not None:
+    elif id(node) in inside and kind_of(node) is not None:
       wrapper = type(inside[id(node)]).__name__
       refused[path] = (
         f'is wrapped in an nnx.{wrapper}, which changes its weight or output '
@@ -277,8 +278,8 @@ def _refusals(modules: dict[Path, tp.Any]) -> dict[Path, str]:
 
 def _target(api: str, path: Path, layer: tp.Any, options: LoRAOptions):
   """A layer with its kind, if its weight is stacked as it can be."""
-  kind: tp.Any = _classes.kind_of(layer)
-  own, shape = kind.shape_of(layer), getattr(layer, kind.weight_name).shape
+  kind: tp.Any = kind_of(layer)
+  own, shape = kind.shape(layer), kind.weight(layer).shape
   if shape[len(shape) - len(own) :] != own:
     raise ValueError(
       f'{api}: the {kind.weight_name} of {_words.path(path)} has shape '
@@ -308,7 +309,7 @@ def _check_each_has_one(
       reason = 'has no layer that can be adapted'
     raise ValueError(
       f'{api}: {_words.path(path)} {reason}. LoRA is for '
-      f'{", ".join(sorted(cls.__name__ for cls in _classes.KINDS))}; '
+      f'{", ".join(sorted(kind.plain.__name__ for kind in KINDS))}; '
       'on any other weight use nnx_ext.parametrize(model, {filter: '
       'lambda w: LowRankUpdate(w, rank=8)}).'
     )
@@ -323,8 +324,8 @@ def _with_sharers(
     first.setdefault(id(target.weight), target)
   result = []
   for path, layer in able.items():
-    kind: tp.Any = _classes.kind_of(layer)
-    owner = first.get(id(getattr(layer, kind.weight_name)))
+    kind: tp.Any = kind_of(layer)
+    owner = first.get(id(kind.weight(layer)))
     if owner is not None:
       target = _target(api, path, layer, owner.options)
       target.shares = None if owner.path == path else owner.path

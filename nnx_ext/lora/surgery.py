@@ -288,7 +288,7 @@ def merge_lora(model: M) -> M:
   model = nnx.clone(model)
   seen = set()
   for layer in adapted_layers('merge_lora', model).values():
-    weight = getattr(layer, layer.weight_name)
+    weight = layer._kind.weight(layer)
     if id(weight) not in seen:
       weight.set_value(layer.lora.weight(weight.get_value()))
       seen.add(id(weight))
