@@ -28,9 +28,9 @@ from nnx_ext.lora.layers import LoRALinear as LoRALinear
 from nnx_ext.lora.layers import LoRALinearGeneral as LoRALinearGeneral
 from nnx_ext.lora.plan import LoRALayerPlan as LoRALayerPlan
 from nnx_ext.lora.plan import LoRAPlan as LoRAPlan
+from nnx_ext.lora.plan import lora_plan as lora_plan
 from nnx_ext.lora.surgery import apply_lora as apply_lora
 from nnx_ext.lora.surgery import lora_disabled as lora_disabled
-from nnx_ext.lora.surgery import lora_plan as lora_plan
 from nnx_ext.lora.surgery import merge_lora as merge_lora
 from nnx_ext.lora.surgery import remove_lora as remove_lora
 from nnx_ext.lora.surgery import to_plain_lora as to_plain_lora

@@ -22,10 +22,10 @@ from nnx_ext._names import Names
 from nnx_ext.lora import _peft
 from nnx_ext.lora._kinds import kind_of
 from nnx_ext.lora._layer import LoRALayer
-from nnx_ext.lora.plan import modules_of
+from nnx_ext.lora._targets import modules_of
 
 Path = tuple[tp.Any, ...]
-Rename = tp.Callable[[Path], str]
+Rename = tp.Callable[[Path], str | None]
 
 
 class TorchNames:
@@ -42,7 +42,7 @@ class TorchNames:
     self._modules = modules_of(model)
     self.layers: dict[str, Path] = {}
     for path, module in self._modules.items():
-      if kind_of(module) is None:
+      if kind_of(module) is None or not self._has(path):
         continue
       name = self.of(path)
       if name in self.layers:
@@ -64,6 +64,10 @@ class TorchNames:
         f'{_words.value(name)}.'
       )
     return name
+
+  def _has(self, path: Path) -> bool:
+    """Whether the module at a path has a counterpart at all."""
+    return self._rename is None or self._rename(path) is not None
 
   def module(self, path: Path) -> tp.Any:
     return self._modules[path]
@@ -92,7 +96,7 @@ class TorchNames:
     wanted = set(names)
     if not wanted:
       return {}
-    paths = [path for path in self._modules if path]
+    paths = [path for path in self._modules if path and self._has(path)]
     return {name: p for p in paths if (name := self.of(p)) in wanted}
 
   def tensors(self, path: Path) -> dict[str, _peft.Tensor]:

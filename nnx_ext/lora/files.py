@@ -30,8 +30,8 @@ from nnx_ext.lora._factors import LoRAFactors
 from nnx_ext.lora._kinds import kind_of
 from nnx_ext.lora._layer import LoRALayer
 from nnx_ext.lora._options import LoRAOptions
+from nnx_ext.lora._targets import adapted_layers, find_targets, modules_of
 from nnx_ext.lora._torch_names import Path, Rename, TorchNames
-from nnx_ext.lora.plan import adapted_layers, find_targets, modules_of
 from nnx_ext.lora.surgery import attach, to_plain_lora
 
 M = tp.TypeVar('M')
@@ -75,7 +75,8 @@ def save_lora(
     model: a model that has adapted layers.
     directory: where to write; it is made if it is not there.
     rename: a function of a layer's path in the model, a tuple, to the name of
-      the module in PyTorch; by default the path joined by dots.
+      the module in PyTorch, or to None if there is none; by default the path
+      joined by dots.
     modules_to_save: paths of modules that were trained whole, like
       ``'classifier'``; all of their parameters and statistics are written.
     extensions: whether to write what PEFT has no form for, under keys that
@@ -180,7 +181,8 @@ def load_lora(
     directory: where ``adapter_config.json`` and ``adapter_model.safetensors``
       are.
     rename: a function of a layer's path in the model, a tuple, to the name of
-      the module in PyTorch; by default the path joined by dots.
+      the module in PyTorch, or to None if there is none; by default the path
+      joined by dots.
     rngs: rng keys for the dropout that the config names; without them the
       adapters have none.
 

@@ -17,22 +17,12 @@ import dataclasses
 import math
 import typing as tp
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from nnx_ext import _words
-from nnx_ext.lora._factors import LoRAFactors, sharding_of
-from nnx_ext.lora._kinds import KINDS, Kind, kind_of
-from nnx_ext.lora._layer import LoRALayer
-from nnx_ext.lora._options import LoRAOptions
-from nnx_ext.lora._starts import check_start
-
-Filter = nnx.filterlib.Filter
-Path = tuple[tp.Any, ...]
-Patterns = tp.Mapping[Filter, tp.Mapping[str, tp.Any]]
-
-_OVERRIDES = [field.name for field in dataclasses.fields(LoRAOptions)]
+from nnx_ext.lora._options import Init, Initializer, LoRAOptions
+from nnx_ext.lora._targets import Filter, Path, Patterns, Target, find_targets
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,311 +87,102 @@ class LoRAPlan:
     return '\n'.join([*map(str, self.layers), summary])
 
 
-@dataclasses.dataclass
-class Target:
-  """A layer to be adapted, found in a model."""
-
-  path: Path
-  layer: tp.Any
-  kind: Kind
-  options: LoRAOptions
-  shares: Path | None = None
-
-  @property
-  def weight(self) -> nnx.Variable:
-    return self.kind.weight(self.layer)
-
-  def factors(self, rngs: nnx.Rngs) -> LoRAFactors:
-    """The factors of this layer, abstract if its weight is."""
-    axes, value = self.kind.axes(self.layer), self.weight.get_value()
-    make = lambda weight, rngs: LoRAFactors(
-      weight,
-      axes,
-      self.options,
-      initializers=self.kind.initializers,
-      metadata=sharding_of(self.weight, axes),
-      rngs=rngs,
-    )
-    if not isinstance(value, jax.ShapeDtypeStruct):
-      return make(value, rngs)
-    streams = {name: jax.random.key(0) for name in ('params', 'dropout')}
-    return nnx.eval_shape(
-      lambda: make(jnp.zeros(value.shape, value.dtype), nnx.Rngs(**streams))
-    )
-
-  def plan(self) -> LoRALayerPlan:
-    options, shape = self.options, self.weight.shape
-    axes = self.kind.axes(self.layer)
-    stack = shape[: len(shape) - len(axes.kinds)]
-    own = shape[len(stack) :]
-    a, b = axes.factor_shapes(own, options.rank)
-    made = [size for size, kind in zip(own, axes.kinds) if kind != 'i']
-    trained = math.prod(a) + math.prod(b) + options.dora * math.prod(made)
-    return LoRALayerPlan(
-      path=self.path,
-      kind=type(self.layer).__name__,
-      weight_shape=shape,
-      a_shape=(*stack, *a),
-      b_shape=(*stack, *b),
-      rank=options.rank,
-      alpha=float(options.rank if options.alpha is None else options.alpha),
-      scale=options.scale,
-      num_params=0 if self.shares is not None else math.prod(stack) * trained,
-      shares=self.shares,
-    )
-
-
-def find_targets(
-  api: str,
+def lora_plan(
   model: tp.Any,
-  options: LoRAOptions,
-  targets: Filter,
-  patterns: Patterns | None,
-) -> list[Target]:
-  """The layers of a model that the filters choose, each checked."""
-  options.check(api)
-  modules = modules_of(model)
-  wanted = _matches(api, '`targets`', targets, modules)
-  refused = _refusals(modules)
-  able = {p: node for p, node in modules.items() if _why_not(node) is None}
-  found: list[Target] = []
-  for path in wanted:
-    if path in refused:
-      raise ValueError(f'{api}: {_words.path(path)} {refused[path]}')
-    if path in able:
-      found.append(_target(api, path, able[path], options))
-  _check_each_has_one(api, targets, modules, wanted, found)
-  found = _with_sharers(api, model, able, found)
-  _override(api, found, patterns or {}, modules)
-  for target in found:
-    if target.shares is None:
-      axes = target.kind.axes(target.layer)
-      where = f'{api}: {_words.path(target.path)}'
-      check_start(where, axes, target.weight.shape, target.options)
-  return found
+  *,
+  rank: int,
+  alpha: float | None = None,
+  targets: Filter = ...,
+  patterns: Patterns | None = None,
+  dropout: float = 0.0,
+  rslora: bool = False,
+  dora: bool = False,
+  init: Init | None = None,
+  a_initializer: Initializer | None = None,
+  b_initializer: Initializer | None = None,
+  param_dtype: tp.Any = jnp.float32,
+) -> LoRAPlan:
+  """What :func:`apply_lora` would do, without doing it.
+
+  Example::
+
+    >>> from flax import nnx
+    >>> import nnx_ext
+    ...
+    >>> model = nnx.Sequential(
+    ...   nnx.Linear(64, 256, rngs=nnx.Rngs(0)),
+    ...   nnx.Conv(3, 8, (3,), rngs=nnx.Rngs(1)),
+    ... )
+    >>> print(nnx_ext.lora_plan(model, rank=4))
+    'layers/0': Linear (64, 256), A (64, 4), B (4, 256), scale 1, 1,280 trained
+    'layers/1': Conv (3, 3, 8), A (3, 3, 4), B (4, 8), scale 1, 68 trained
+    2 layers, 1,348 of 18,068 parameters trained (7.46 %)
+
+  Args:
+    model: a Module, or a pytree of Modules; it may be abstract.
+    rank: the rank r of the product of the factors.
+    alpha: the numerator of the scale s, static; the rank by default.
+    targets: an nnx filter over (path, module), like
+      ``nnx.PathContains('query')``, ``nnx.Linear``, ``nnx.Any(...)`` or a
+      function; by default every layer that can be adapted.
+    patterns: filters of some of these layers, with the options that these have
+      instead, ``{nnx.PathContains('out'): dict(rank=4)}``; the first that
+      matches counts.
+    dropout: the probability to drop an element of the input of A, in train
+      mode; ids are never dropped.
+    rslora: whether s is ``alpha / sqrt(rank)`` and not ``alpha / rank``.
+    dora: whether the weight's magnitude is trained apart, as in DoRA.
+    init: how the factors start: None, ``'pissa'``, ``'olora'`` or
+      ``'orthogonal'``.
+    a_initializer: of A, for its shape as a matrix (in, r).
+    b_initializer: of B, for its shape as a matrix (r, out).
+    param_dtype: the dtype of the factors; they are cast to the layer's.
+
+  Returns:
+    The plan. It prints as a table.
+
+  Raises:
+    ValueError: if an option is out of range, a filter matches no layer, a layer
+      that it chooses cannot be adapted, has an adapter already or is stacked on
+      another axis than the first, or its weight is held elsewhere too.
+    TypeError: if an argument is of the wrong type.
+  """
+  options = LoRAOptions(
+    rank=rank,
+    alpha=alpha,
+    dropout=dropout,
+    rslora=rslora,
+    dora=dora,
+    init=init,
+    a_initializer=a_initializer,
+    b_initializer=b_initializer,
+    param_dtype=param_dtype,
+  )
+  found = find_targets('lora_plan', model, options, targets, patterns)
+  layers = tuple(map(_planned, found))
+  trainable = sum(layer.num_params for layer in layers)
+  params = nnx.to_flat_state(nnx.state(model, nnx.Param))
+  own = sum(math.prod(param.shape) for _, param in params)
+  return LoRAPlan(layers, trainable, own + trainable)
 
 
-def adapted_layers(api: str, model: tp.Any) -> dict[Path, LoRALayer]:
-  """The adapted layers of a model, one at least."""
-  modules = modules_of(model).items()
-  found = {path: node for path, node in modules if isinstance(node, LoRALayer)}
-  if not found:
-    raise ValueError(
-      f'{api}: the model has no adapted layer; make one with '
-      'nnx_ext.apply_lora(model, rank=8, rngs=nnx.Rngs(0)).'
-    )
-  return found
-
-
-def modules_of(model: tp.Any) -> dict[Path, tp.Any]:
-  """Every module, under the first of its paths."""
-  return {
-    path: node
-    for path, node in nnx.iter_graph(model, graph=True)
-    if isinstance(node, nnx.Module)
-  }
-
-
-def _matches(
-  api: str, argument: str, filter: Filter, modules: dict[Path, tp.Any]
-) -> list[Path]:
-  """The paths of the modules that a filter matches, one at least."""
-  try:
-    predicate = nnx.filterlib.to_predicate(filter)
-  except (TypeError, ValueError) as error:
-    raise TypeError(
-      f'{api}: {argument} must be an nnx filter over (path, module), like '
-      "nnx.PathContains('query') or nnx.Linear, got "
-      f'{_words.value(filter)}.'
-    ) from error
-  found = [path for path, node in modules.items() if predicate(path, node)]
-  if not found:
-    text = _words.filter_(filter)
-    able = [path for path, node in modules.items() if _why_not(node) is None]
-    parts = sorted({str(part) for path in able for part in path})
-    hint = _words.did_you_mean(_words.quoted(text), parts)
-    raise ValueError(
-      f'{api}: {argument} {text} matches none of the layers: '
-      f'{_list(able)}.{hint}'
-    )
-  return found
-
-
-def _why_not(layer: tp.Any) -> str | None:
-  """Why a module cannot be adapted, or None if it can."""
-  kind = kind_of(layer)
-  name = type(layer).__name__
-  if kind is None:
-    return f'is a {name}, which is not a layer that can be adapted'
-  weight = kind.weight(layer)
-  if not isinstance(weight, nnx.Variable):
-    return (
-      f'has a {type(weight).__name__} in the place of its {kind.weight_name}'
-    )
-  if not jnp.issubdtype(weight.dtype, jnp.floating):
-    return f'has a {kind.weight_name} of dtype {weight.dtype}'
-  reason = kind.why_not(layer)
-  if reason is None and hasattr(layer, 'lora'):
-    return f'is a {name} with an attribute `lora` of its own'
-  return reason and f'cannot be adapted: {reason}'
-
-
-def _refusals(modules: dict[Path, tp.Any]) -> dict[Path, str]:
-  """Layers that must not be adapted, though they could be, and why."""
-  refused = {}
-  inside = {
-    id(child): node
-    for node in modules.values()
-    if isinstance(node, (nnx.WeightNorm, nnx.SpectralNorm, nnx.LoRA))
-    for child in modules_of(node).values()
-  }
-  for path, node in modules.items():
-    leave = f'or leave it out: targets=nnx.Not(nnx.filterlib.PathIn({path!r})).'
-    if isinstance(node, LoRALayer):
-      refused[path] = (
-        'is adapted already. Merge the first adapter with '
-        f'nnx_ext.merge_lora(model), take it off with remove_lora, {leave}'
-      )
-    elif isinstance(node, nnx.LoRALinear):
-      refused[path] = (
-        f'is an nnx.LoRALinear, which has an adapter of its own. Make it an '
-        f'nnx.Linear, {leave}'
-      )
-    elif id(node) in inside and kind_of(node) is not None:
-      wrapper = type(inside[id(node)]).__name__
-      refused[path] = (
-        f'is wrapped in an nnx.{wrapper}, which changes its weight or output '
-        f'by itself. Adapt the plain layer, {leave}'
-      )
-  return refused
-
-
-def _target(api: str, path: Path, layer: tp.Any, options: LoRAOptions):
-  """A layer with its kind, if its weight is stacked as it can be."""
-  kind: tp.Any = kind_of(layer)
-  own, shape = kind.shape(layer), kind.weight(layer).shape
-  if shape[len(shape) - len(own) :] != own:
-    raise ValueError(
-      f'{api}: the {kind.weight_name} of {_words.path(path)} has shape '
-      f'{shape}, which is not {own} behind axes of stacked layers. Layers '
-      'that nnx.vmap stacks on another axis than 0 are adapted inside of it, '
-      'or stacked with out_axes=0.'
-    )
-  return Target(path, layer, kind, options)
-
-
-def _check_each_has_one(
-  api: str,
-  targets: Filter,
-  modules: dict[Path, tp.Any],
-  wanted: list[Path],
-  found: list[Target],
-):
-  """Raises for a module that was chosen, if nothing in it can be adapted."""
-  chosen = set(wanted)
-  for path in wanted:
-    if any(path[:end] in chosen for end in range(len(path))):
-      continue  # it was chosen with what it stands in
-    if any(target.path[: len(path)] == path for target in found):
-      continue
-    reason = _why_not(modules[path])
-    if path == () and targets is ...:
-      reason = 'has no layer that can be adapted'
-    raise ValueError(
-      f'{api}: {_words.path(path)} {reason}. LoRA is for '
-      f'{", ".join(sorted(kind.plain.__name__ for kind in KINDS))}; '
-      'on any other weight use nnx_ext.parametrize(model, {filter: '
-      'lambda w: LowRankUpdate(w, rank=8)}).'
-    )
-
-
-def _with_sharers(
-  api: str, model: tp.Any, able: dict[Path, tp.Any], found: list[Target]
-) -> list[Target]:
-  """The layers found, and those that share a weight with one of them."""
-  first: dict[int, Target] = {}
-  for target in found:
-    first.setdefault(id(target.weight), target)
-  result = []
-  for path, layer in able.items():
-    kind: tp.Any = kind_of(layer)
-    owner = first.get(id(kind.weight(layer)))
-    if owner is not None:
-      target = _target(api, path, layer, owner.options)
-      target.shares = None if owner.path == path else owner.path
-      result.append(target)
-  _check_holders(api, model, result)
-  return result
-
-
-def _check_holders(api: str, model: tp.Any, found: list[Target]):
-  """Raises if a weight is held by something that would read it unadapted."""
-  layers = {id(target.layer) for target in found}
-  weights = {id(target.weight): target for target in found}
-  for paths in nnx.find_duplicates(model):
-    target = weights.get(id(_at(model, paths[0])))
-    if target is None:
-      continue
-    for path in paths:
-      if id(_at(model, path[:-1])) not in layers:
-        raise ValueError(
-          f'{api}: the weight of {_words.path(target.path)} is also held at '
-          f'{_words.path(path)}, where it would be read without its adapter. '
-          'Call the layer there instead, like `embed.attend(x)`, or leave it '
-          f'out: targets=nnx.Not(nnx.filterlib.PathIn({target.path!r})).'
-        )
-
-
-def _at(model: tp.Any, path: Path) -> tp.Any:
-  """What stands at a path of a model."""
-  for part in path:
-    by_name = isinstance(part, str) and hasattr(model, part)
-    model = getattr(model, part) if by_name else model[part]
-  return model
-
-
-def _override(
-  api: str,
-  found: list[Target],
-  patterns: Patterns,
-  modules: dict[Path, tp.Any],
-):
-  """Gives each layer the options of the first pattern that matches it."""
-  if not isinstance(patterns, tp.Mapping):
-    raise TypeError(
-      f'{api}: `patterns` must be a dict of filters to options, like '
-      "{nnx.PathContains('query'): dict(rank=4)}, got "
-      f'{_words.value(patterns)}.'
-    )
-  left = list(found)
-  for filter, options in patterns.items():
-    text = f'`patterns` {_words.filter_(filter)}'
-    if not isinstance(options, tp.Mapping):
-      raise TypeError(
-        f'{api}: {text} must have a dict of options, like dict(rank=4), got '
-        f'{_words.value(options)}.'
-      )
-    unknown = [name for name in options if name not in _OVERRIDES]
-    if unknown:
-      raise ValueError(
-        f'{api}: {text} has unknown options {unknown}; known are '
-        f'{_OVERRIDES}.{_words.did_you_mean(unknown, _OVERRIDES)}'
-      )
-    paths = set(_matches(api, '`patterns`', filter, modules))
-    matched = [target for target in left if target.path in paths]
-    if not matched:
-      raise ValueError(
-        f'{api}: {text} matches none of the layers that `targets` chose and '
-        f'earlier patterns left: {_list(t.path for t in left)}.'
-      )
-    for target in matched:
-      left.remove(target)
-      changed = dataclasses.replace(target.options, **options)
-      target.options = changed.check(f'{api}: {text}')
-
-
-def _list(paths: tp.Iterable[Path]) -> str:
-  """Some of the paths, and how many more there are."""
-  paths = list(paths)
-  more = f' and {len(paths) - 8} more' if len(paths) > 8 else ''
-  return (', '.join(map(_words.path, paths[:8])) or 'none') + more
+def _planned(target: Target) -> LoRALayerPlan:
+  options, shape = target.options, target.weight.shape
+  axes = target.kind.axes(target.layer)
+  stack = shape[: len(shape) - len(axes.kinds)]
+  own = shape[len(stack) :]
+  a, b = axes.factor_shapes(own, options.rank)
+  made = [size for size, kind in zip(own, axes.kinds) if kind != 'i']
+  trained = math.prod(a) + math.prod(b) + options.dora * math.prod(made)
+  return LoRALayerPlan(
+    path=target.path,
+    kind=type(target.layer).__name__,
+    weight_shape=shape,
+    a_shape=(*stack, *a),
+    b_shape=(*stack, *b),
+    rank=options.rank,
+    alpha=float(options.rank if options.alpha is None else options.alpha),
+    scale=options.scale,
+    num_params=0 if target.shares is not None else math.prod(stack) * trained,
+    shares=target.shares,
+  )

@@ -14,7 +14,6 @@
 """Adapters put on the layers of a model, merged into them, and taken off."""
 
 import contextlib
-import math
 import typing as tp
 
 import jax.numpy as jnp
@@ -25,9 +24,8 @@ from nnx_ext.lora import _classes
 from nnx_ext.lora._factors import LoRAFactors
 from nnx_ext.lora._layer import LoRALayer
 from nnx_ext.lora._options import Init, Initializer, LoRAOptions
-from nnx_ext.lora.plan import (
+from nnx_ext.lora._targets import (
   Filter,
-  LoRAPlan,
   Patterns,
   adapted_layers,
   find_targets,
@@ -173,85 +171,6 @@ def apply_lora(
     path = target.path if target.shares is None else target.shares
     attach(target.layer, adapters[path])
   return model
-
-
-def lora_plan(
-  model: tp.Any,
-  *,
-  rank: int,
-  alpha: float | None = None,
-  targets: Filter = ...,
-  patterns: Patterns | None = None,
-  dropout: float = 0.0,
-  rslora: bool = False,
-  dora: bool = False,
-  init: Init | None = None,
-  a_initializer: Initializer | None = None,
-  b_initializer: Initializer | None = None,
-  param_dtype: tp.Any = jnp.float32,
-) -> LoRAPlan:
-  """What :func:`apply_lora` would do, without doing it.
-
-  Example::
-
-    >>> from flax import nnx
-    >>> import nnx_ext
-    ...
-    >>> model = nnx.Sequential(
-    ...   nnx.Linear(64, 256, rngs=nnx.Rngs(0)),
-    ...   nnx.Conv(3, 8, (3,), rngs=nnx.Rngs(1)),
-    ... )
-    >>> print(nnx_ext.lora_plan(model, rank=4))
-    'layers/0': Linear (64, 256), A (64, 4), B (4, 256), scale 1, 1,280 trained
-    'layers/1': Conv (3, 3, 8), A (3, 3, 4), B (4, 8), scale 1, 68 trained
-    2 layers, 1,348 of 18,068 parameters trained (7.46 %)
-
-  Args:
-    model: a Module, or a pytree of Modules; it may be abstract.
-    rank: the rank r of the product of the factors.
-    alpha: the numerator of the scale s, static; the rank by default.
-    targets: an nnx filter over (path, module), like
-      ``nnx.PathContains('query')``, ``nnx.Linear``, ``nnx.Any(...)`` or a
-      function; by default every layer that can be adapted.
-    patterns: filters of some of these layers, with the options that these have
-      instead, ``{nnx.PathContains('out'): dict(rank=4)}``; the first that
-      matches counts.
-    dropout: the probability to drop an element of the input of A, in train
-      mode; ids are never dropped.
-    rslora: whether s is ``alpha / sqrt(rank)`` and not ``alpha / rank``.
-    dora: whether the weight's magnitude is trained apart, as in DoRA.
-    init: how the factors start: None, ``'pissa'``, ``'olora'`` or
-      ``'orthogonal'``.
-    a_initializer: of A, for its shape as a matrix (in, r).
-    b_initializer: of B, for its shape as a matrix (r, out).
-    param_dtype: the dtype of the factors; they are cast to the layer's.
-
-  Returns:
-    The plan. It prints as a table.
-
-  Raises:
-    ValueError: if an option is out of range, a filter matches no layer, a layer
-      that it chooses cannot be adapted, has an adapter already or is stacked on
-      another axis than the first, or its weight is held elsewhere too.
-    TypeError: if an argument is of the wrong type.
-  """
-  options = LoRAOptions(
-    rank=rank,
-    alpha=alpha,
-    dropout=dropout,
-    rslora=rslora,
-    dora=dora,
-    init=init,
-    a_initializer=a_initializer,
-    b_initializer=b_initializer,
-    param_dtype=param_dtype,
-  )
-  found = find_targets('lora_plan', model, options, targets, patterns)
-  layers = tuple(target.plan() for target in found)
-  trainable = sum(layer.num_params for layer in layers)
-  params = nnx.to_flat_state(nnx.state(model, nnx.Param))
-  own = sum(math.prod(param.shape) for _, param in params)
-  return LoRAPlan(layers, trainable, own + trainable)
 
 
 def merge_lora(model: M) -> M:
