@@ -95,6 +95,26 @@ class LayersTest(parameterized.TestCase):
     self.assertLessEqual(ours, 0.65 * full)
 
 
+class FrozenATest(parameterized.TestCase):
+  @parameterized.parameters(
+    (nnx.LoRAParam, True), (nnx_ext.lora_fa_filter, False)
+  )
+  def test_the_input_is_kept_for_a_alone(self, wrt, is_kept):
+    layer = nnx_ext.apply_lora(
+      nnx.Linear(24, 40, rngs=nnx.Rngs(0)), rank=2, rngs=nnx.Rngs(1)
+    )
+    graphdef, trained, rest = nnx.split(layer, wrt, ...)
+
+    def forward(trained, x):
+      return nnx.merge(graphdef, trained, rest)(x)
+
+    x = jnp.ones((17, 24))
+    _, pullback = jax.vjp(lambda trained: forward(trained, x), trained)
+    kept = [leaf.shape for leaf in jax.tree.leaves(pullback)]
+    self.assertIn((17, 2), kept)
+    self.assertEqual(x.shape in kept, is_kept)
+
+
 class EagerTest(parameterized.TestCase):
   def test_a_call_is_two_linear_calls_a_product_a_scale_and_an_add(self):
     plain = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
