@@ -96,21 +96,23 @@ def _derived(plain: type[nnx.Module]) -> type[LoRALayer]:
 def _wants_weight(name: str, member: tp.Any, adapted: type[LoRALayer]) -> bool:
   """Whether a user's method may read the weight, other than through flax.
 
-  It does if it names the weight. A forward that does not go on to that of its
-  base class is taken to do so too, whatever it calls.
+  It does if it names the weight. A forward that does not go on by ``super`` is
+  taken to do so too, whatever it calls.
   """
   if isinstance(member, property):
     member = member.fget
-  if not inspect.isfunction(member) or name in _CONSTRUCTION:
+  if isinstance(member, (staticmethod, classmethod)) or name in _CONSTRUCTION:
     return False
-  code = inspect.unwrap(member).__code__
-  names = _names(code)
+  function = inspect.unwrap(member) if callable(member) else member
+  if not inspect.isfunction(function):
+    return name in _FORWARDS
+  names = _names(function.__code__)
   if adapted._kind.weight_name in names:
     return True
-  is_forward = name == '__call__' or name == 'attend'
-  return is_forward and not names & {'super', '__class__', name}
+  return name in _FORWARDS and not names & {'super', '__class__'}
 
 
+_FORWARDS = ('__call__', 'attend')
 _CONSTRUCTION = ('__init__', '__post_init__', '__new__', '__init_subclass__')
 
 

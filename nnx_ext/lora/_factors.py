@@ -56,7 +56,7 @@ class LoRAFactors(nnx.Module):
     initializers: tuple[nnx.Initializer, nnx.Initializer],
     dtype: tp.Any = None,
     promote_dtype: tp.Callable | None = None,
-    param_type: type[nnx.LoRAParam] = nnx.LoRAParam,
+    param_type: type[nnx.Variable] = nnx.LoRAParam,
     metadata: tuple[Metadata, Metadata] = ({}, {}),
     rngs: nnx.Rngs,
   ):

@@ -75,7 +75,7 @@ class LoRALayer(nnx.Module):
     b_initializer: Initializer | None = None,
     lora_dtype: tp.Any = None,
     lora_param_dtype: tp.Any = jnp.float32,
-    lora_param_type: type[nnx.LoRAParam] = nnx.LoRAParam,
+    lora_param_type: type[nnx.Variable] = nnx.LoRAParam,
     lora_promote_dtype: tp.Callable | None = None,
     a_metadata: tp.Mapping[str, tp.Any] = {},  # noqa: B006
     b_metadata: tp.Mapping[str, tp.Any] = {},  # noqa: B006
@@ -149,8 +149,12 @@ class LoRALayer(nnx.Module):
   ) -> Inexact[Array, '...']:
     """The layer's own forward with A in the place of the weight."""
     seen = self._seen_with(a, self._dtype(inputs))
-    dropped = self._dropped(inputs)
-    return self._kind.plain.__call__(seen, dropped, **self._of_rank(options))
+    inputs = self._dropped(inputs)
+    if not self._sums_last_axis():
+      return self._kind.plain.__call__(seen, inputs, **self._of_rank(options))
+    rows, unflatten = flatten(inputs)
+    hidden = self._kind.plain.__call__(seen, rows, **self._of_rank(options))
+    return unflatten(hidden)
 
   def _seen_with(self, a: Array, dtype: tp.Any, **others: tp.Any) -> 'Seen':
     values = {
@@ -171,6 +175,10 @@ class LoRALayer(nnx.Module):
     bias = [] if self.bias is None else [self.bias[...]]
     return jnp.result_type(inputs, self._kind.weight(self)[...], *bias)
 
+  def _sums_last_axis(self) -> bool:
+    """Whether all but the last axis of the input are kept as they are."""
+    return False
+
   def _dropped(self, inputs: Array) -> Array:
     return self.lora.dropout(inputs) if self.lora.dropout else inputs
 
@@ -186,14 +194,18 @@ class LoRALayer(nnx.Module):
   def _expand(self, hidden: Array, b: Array, options: CallOptions) -> Outputs:
     """What B makes of the hidden activations."""
     batch = tuple(range(self.lora.axes.kinds.count('b')))
+    unflatten = None
+    if not batch:
+      hidden, unflatten = flatten(hidden)
     contract = (hidden.ndim - 1,), (len(batch),)
-    return jax.lax.dot_general(
+    outputs = jax.lax.dot_general(
       hidden,
       b,
       (contract, (batch, batch)),
       precision=self.precision,
       **options,
     )
+    return unflatten(outputs) if unflatten else outputs
 
   def _along_outputs(self, value: Array, outputs: Array) -> Array:
     """A value for each made feature, so that it broadcasts to the outputs."""
@@ -237,6 +249,21 @@ class _Value:
 
   def __iter__(self):
     return iter(self._array)
+
+
+def flatten(x: Array) -> tuple[Array, tp.Callable[[Array], Array]]:
+  """An array as rows, and what gives the leading axes back to a result.
+
+  A gradient that sums over several leading axes makes XLA:CPU transpose the
+  larger of its factors, which takes longer than the thin product itself. Other
+  backends do without, and where a mesh is set the axes may be sharded apart.
+  """
+  leading = x.shape[:-1]
+  is_local = jax.sharding.get_abstract_mesh().empty
+  if len(leading) < 2 or not is_local or jax.default_backend() != 'cpu':
+    return x, lambda rows: rows
+  rows = x.reshape(-1, x.shape[-1])
+  return rows, lambda rows: rows.reshape(*leading, *rows.shape[1:])
 
 
 def given(**options: tp.Any) -> CallOptions:

@@ -21,6 +21,7 @@ from flax import nnx
 from jaxtyping import Array, Inexact, Integer
 
 from nnx_ext.lora import _kinds
+from nnx_ext.lora._einsum import Equation
 from nnx_ext.lora._kinds import equation_of
 from nnx_ext.lora._layer import (
   CallOptions,
@@ -66,7 +67,7 @@ class LoRALinear(LoRALayer, nnx.Linear):
     b_initializer: of B, for its shape as a matrix; zeros by default.
     lora_dtype: the dtype of the low-rank term (default: the layer's).
     lora_param_dtype: the dtype of the factors, float32 by default.
-    lora_param_type: the type of the factors, an ``nnx.LoRAParam``.
+    lora_param_type: the type of the factors' Variables.
     lora_promote_dtype: what promotes dtypes in the low-rank term (default: the
       layer's).
     a_metadata: metadata of A.
@@ -83,6 +84,9 @@ class LoRALinear(LoRALayer, nnx.Linear):
 
   def __call__(self, inputs: Inputs, out_sharding: tp.Any = None) -> Outputs:
     return self._adapted(inputs, given(out_sharding=out_sharding))
+
+  def _sums_last_axis(self) -> bool:
+    return True
 
 
 class LoRALinearGeneral(LoRALayer, nnx.LinearGeneral):
@@ -118,7 +122,7 @@ class LoRALinearGeneral(LoRALayer, nnx.LinearGeneral):
     b_initializer: of B, for its shape as a matrix; zeros by default.
     lora_dtype: the dtype of the low-rank term (default: the layer's).
     lora_param_dtype: the dtype of the factors, float32 by default.
-    lora_param_type: the type of the factors, an ``nnx.LoRAParam``.
+    lora_param_type: the type of the factors' Variables.
     lora_promote_dtype: what promotes dtypes in the low-rank term (default: the
       layer's).
     a_metadata: metadata of A.
@@ -135,6 +139,9 @@ class LoRALinearGeneral(LoRALayer, nnx.LinearGeneral):
 
   def __call__(self, inputs: Inputs, out_sharding: tp.Any = None) -> Outputs:
     return self._adapted(inputs, given(out_sharding=out_sharding))
+
+  def _sums_last_axis(self) -> bool:
+    return self.axis == (-1,) and not self.batch_axis
 
 
 class LoRAConv(LoRALayer, nnx.Conv):
@@ -172,7 +179,7 @@ class LoRAConv(LoRALayer, nnx.Conv):
     b_initializer: of B, for its shape as a matrix; zeros by default.
     lora_dtype: the dtype of the low-rank term (default: the layer's).
     lora_param_dtype: the dtype of the factors, float32 by default.
-    lora_param_type: the type of the factors, an ``nnx.LoRAParam``.
+    lora_param_type: the type of the factors' Variables.
     lora_promote_dtype: what promotes dtypes in the low-rank term (default: the
       layer's).
     a_metadata: metadata of A.
@@ -234,7 +241,7 @@ class LoRAConvTranspose(LoRALayer, nnx.ConvTranspose):
     b_initializer: of B, for its shape as a matrix; zeros by default.
     lora_dtype: the dtype of the low-rank term (default: the layer's).
     lora_param_dtype: the dtype of the factors, float32 by default.
-    lora_param_type: the type of the factors, an ``nnx.LoRAParam``.
+    lora_param_type: the type of the factors' Variables.
     lora_promote_dtype: what promotes dtypes in the low-rank term (default: the
       layer's).
     a_metadata: metadata of A.
@@ -286,7 +293,7 @@ class LoRAEmbed(LoRALayer, nnx.Embed):
       default.
     lora_dtype: the dtype of the low-rank term (default: the layer's).
     lora_param_dtype: the dtype of the factors, float32 by default.
-    lora_param_type: the type of the factors, an ``nnx.LoRAParam``.
+    lora_param_type: the type of the factors' Variables.
     lora_promote_dtype: what promotes dtypes in the low-rank term (default: the
       layer's).
     a_metadata: metadata of A.
@@ -319,7 +326,8 @@ class LoRAEmbed(LoRALayer, nnx.Embed):
       whole = Seen(self, {'embedding': lora.weight(weight)})
       return attend(whole, query, **options)
     if lora.magnitude is not None:
-      query = (query * lora.direction_scale(weight)).astype(query.dtype)
+      along = self._along_outputs(lora.direction_scale(weight), query)
+      query = (query * along).astype(query.dtype)
     a, b = lora.pair()
     dropped = super()._dropped(query)
     seen = self._seen_with(b, self._dtype(query))
@@ -372,7 +380,7 @@ class LoRAEinsum(LoRALayer, nnx.Einsum):
     b_initializer: of B, for its shape as a matrix; zeros by default.
     lora_dtype: the dtype of the low-rank term (default: the layer's).
     lora_param_dtype: the dtype of the factors, float32 by default.
-    lora_param_type: the type of the factors, an ``nnx.LoRAParam``.
+    lora_param_type: the type of the factors' Variables.
     lora_promote_dtype: what promotes dtypes in the low-rank term (default: the
       layer's).
     a_metadata: metadata of A.
@@ -398,8 +406,8 @@ class LoRAEinsum(LoRALayer, nnx.Einsum):
 
   def _needs_whole(self, options: CallOptions) -> bool:
     # The equation of a call takes precedence, as upstream.
-    other = options.get('einsum_str', self.einsum_str) != self.einsum_str
-    return other or super()._needs_whole(options)
+    called = Equation.parse(options.get('einsum_str', self.einsum_str))
+    return called != equation_of(self) or super()._needs_whole(options)
 
   def _seen_with(self, a: Array, dtype: tp.Any, **others: tp.Any) -> Seen:
     of_hidden = equation_of(self).of_hidden
