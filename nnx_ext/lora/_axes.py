@@ -73,6 +73,13 @@ class Axes:
     count = len(self.kinds)
     return tuple(k - count for k in range(count) if self.kinds[k] == 'i')
 
+  @property
+  def turned(self) -> 'Axes':
+    """What the axes are to a layer that uses the weight transposed."""
+    return dataclasses.replace(
+      self, kinds=self.kinds.translate(str.maketrans('io', 'oi'))
+    )
+
   def factor_shapes(
     self, shape: tuple[int, ...], rank: int
   ) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -25,6 +25,7 @@ import numpy as np
 from flax import nnx
 
 from nnx_ext.lora._axes import Axes
+from nnx_ext.lora._factors import LoRAFactors
 from nnx_ext.lora._kinds import CONV, CONV_TRANSPOSE, EMBED, Kind
 
 Arrays = dict[str, np.ndarray]
@@ -60,8 +61,16 @@ class Layout:
     keys = {'lora_a': a, 'lora_b': b, 'magnitude': 'lora_magnitude_vector'}
     return {field: f'{PREFIX}{name}.{key}' for field, key in keys.items()}
 
-  def to_file(self, field: str, array: np.ndarray) -> np.ndarray:
-    """An array as it stands in a file."""
+  def to_file(self, lora: LoRAFactors) -> Arrays:
+    """The arrays of an adapter as they stand in a file."""
+    variables = {field: getattr(lora, field) for field in FIELDS}
+    return {
+      field: self._to_file(field, np.asarray(variable.get_value()))
+      for field, variable in variables.items()
+      if variable is not None
+    }
+
+  def _to_file(self, field: str, array: np.ndarray) -> np.ndarray:
     if self.extended:
       return array
     window = (1,) * self._window
@@ -98,7 +107,7 @@ class Layout:
     magnitude = tuple(size for size, kind in kept if kind != 'i')
     own = {'lora_a': a, 'lora_b': b, 'magnitude': magnitude}
     return {
-      field: self.to_file(field, np.broadcast_to(0, (*stack, *shape))).shape
+      field: self._to_file(field, np.broadcast_to(0, (*stack, *shape))).shape
       for field, shape in own.items()
     }
 

@@ -91,46 +91,74 @@ class TorchNames:
       found[self._checked(place)] = place
     return found
 
-  def whole_by_name(self, names: tp.Iterable[str]) -> dict[str, Path]:
-    """The modules that have these names; names without one are left out."""
-    wanted = set(names)
-    if not wanted:
-      return {}
-    paths = [path for path in self._modules if path and self._has(path)]
-    return {name: p for p in paths if (name := self.of(p)) in wanted}
+  def whole_by_name(self, ends: tp.Iterable[str]) -> list[Path]:
+    """The modules that PEFT saves whole, as a name that they are in ends so.
+
+    Names that no module has are left out, as PEFT does.
+    """
+    ends = tuple(ends)
+    return [
+      path
+      for path, module in self._modules.items()
+      if _has_variables(module) and self._has(path)
+      if any(name.endswith(ends) for name in _outer_names(self.of(path)))
+    ]
 
   def tensors(self, path: Path) -> dict[str, _peft.Tensor]:
-    """All that a module holds, by the keys of a file."""
-    found = {}
+    """All that a module and those in it hold, by the keys of a file."""
+    found: dict[str, _peft.Tensor] = {}
     for place, module in self._modules.items():
-      if place[: len(path)] != path:
-        continue
-      kind = kind_of(module)
-      axes = kind.axes(module) if kind else None
-      if isinstance(module, nnx.ConvTranspose):
-        raise ValueError(
-          f'{self._api}: {_words.path(place)} is a ConvTranspose, whose kernel '
-          'PyTorch turns round; leave it out of `modules_to_save`.'
-        )
-      for name, tensor in _peft.tensors(module, axes).items():
-        found[f'{_peft.PREFIX}{self.of(place)}.{name}'] = tensor
+      if place[: len(path)] == path and _has_variables(module):
+        found |= self.own_tensors(place)
     return found
+
+  def own_tensors(self, path: Path) -> dict[str, _peft.Tensor]:
+    """What a module itself holds, by the keys of a file."""
+    module = self._modules[path]
+    if isinstance(module, nnx.ConvTranspose):
+      raise ValueError(
+        f'{self._api}: {_words.path(path)} is a ConvTranspose, whose kernel '
+        'PyTorch turns round; leave it out of `modules_to_save`.'
+      )
+    kind = kind_of(module)
+    tensors = _peft.tensors(module, kind.axes(module) if kind else None)
+    prefix = f'{_peft.PREFIX}{self.of(path)}'
+    return {f'{prefix}.{name}': tensor for name, tensor in tensors.items()}
+
+  @property
+  def all_names(self) -> set[str]:
+    """The names of the layers, and of all that these are in."""
+    return {outer for name in self.layers for outer in _outer_names(name)}
 
   def _checked(self, path: Path) -> str:
     """The name of a module that can be saved whole."""
     name = self.of(path)
-    for other, place in self.layers.items():
-      within = place[: len(path)] == path
-      if within and isinstance(self._modules[place], LoRALayer):
+    inside = set()
+    for layer, place in self.layers.items():
+      if place[: len(path)] != path:
+        continue
+      inside.add(layer)
+      if isinstance(self._modules[place], LoRALayer):
         raise ValueError(
           f'{self._api}: `modules_to_save` has {_words.path(path)}, in which '
           f'{_words.path(place)} is adapted; PEFT trains a module whole or '
           'adapts it. Leave one out.'
         )
-      if not within and other.endswith(name):
+    for other in self.all_names - inside - {name}:
+      if other.endswith(name):
         raise ValueError(
           f'{self._api}: `modules_to_save` has {_words.path(path)}, named '
           f'{name!r}, and PEFT would take {other!r} for it too, as that ends '
           'in the same letters; give it a longer name by `rename`.'
         )
     return name
+
+
+def _outer_names(name: str) -> list[str]:
+  """A dotted name, and those of all that it is in."""
+  parts = name.split('.')
+  return ['.'.join(parts[:end]) for end in range(1, len(parts) + 1)]
+
+
+def _has_variables(module: tp.Any) -> bool:
+  return any(isinstance(x, nnx.Variable) for x in vars(module).values())

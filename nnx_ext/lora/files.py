@@ -85,8 +85,9 @@ def save_lora(
       :func:`load_lora` reads them.
 
   Returns:
-    None. An embedding that is tied to the output is written once, and PEFT,
-    which adapts the two apart, applies it to the look-up only.
+    None. A weight that two layers share is written under the names of both.
+    PEFT adapts modules and not weights: what calls one layer in two places, as
+    a tied embedding is by ``attend``, it adapts in the first place only.
 
   Raises:
     ValueError: if the model has no adapted layer, PEFT has no form for one and
@@ -96,27 +97,31 @@ def save_lora(
   """
   model = to_plain_lora(model)
   names = TorchNames('save_lora', model, rename)
-  layers = _owners(model)
+  layers = adapted_layers('save_lora', model)
+  owners = _owners(layers.values())
   first = next(iter(layers.values())).lora
   adapted: dict[str, tuple[int, float]] = {}
   arrays: _peft.Arrays = {}
   refused: list[str] = []
   for path, layer in layers.items():
     lora, name = layer.lora, names.of(path)
+    owner = owners[id(lora)]
     alpha = _alpha_for(first.rslora, lora)
-    reason = _why_not(layer)
+    reason = _why_not(layer) or _why_not_shared(layer, owner)
     if reason is None and (lora.magnitude is None) != (first.magnitude is None):
       reason = 'has DoRA where others have not, and PEFT has it for all or none'
     if reason is None:
       adapted[name] = lora.rank, alpha
     else:
       refused.append(f'{_words.path(path)} {reason}')
+      if layer is not owner:
+        continue  # it finds its adapter under the name of the other
       arrays[_settings(name)] = np.array([lora.rank, alpha], np.float64)
-    layout = _layout(layer, extended=reason is not None)
-    for field, key in layout.keys(name).items():
-      if getattr(lora, field) is not None:
-        value = np.asarray(getattr(lora, field).get_value())
-        arrays[key] = layout.to_file(field, value)
+    keys = _layout(layer, extended=reason is not None).keys(name)
+    values = _layout(owner, extended=reason is not None).to_file(lora)
+    if layer._kind.axes(layer) != lora.axes:
+      values = _turned(values)
+    arrays |= {keys[field]: value for field, value in values.items()}
   if refused and not extensions:
     raise ValueError(
       f'save_lora: PEFT has no form for {len(refused)} of {len(layers)} '
@@ -137,7 +142,7 @@ def save_lora(
   _config.write(
     folder,
     adapted,
-    names.layers,
+    names.all_names,
     list(whole),
     use_rslora=first.rslora,
     use_dora=first.magnitude is not None,
@@ -154,7 +159,8 @@ def load_lora(
 ) -> M:
   """A copy of a plain model with the adapters that a directory holds.
 
-  Reads what :func:`save_lora` writes, and PEFT's ``save_pretrained``. Which
+  Reads what :func:`save_lora` writes, and PEFT's ``save_pretrained``. Here an
+  adapter belongs to a weight: one on an embedding acts in ``attend`` too. Which
   layers are adapted follows from the arrays; ranks, scales and DoRA are checked
   against the config. All that does not fit is reported at once, before
   anything is loaded.
@@ -254,15 +260,19 @@ class _Adapter:
 
   def check_same(self, folder: pathlib.Path, other: '_Adapter'):
     """Raises if another layer of the same weight has other arrays."""
-    for field, array in self.arrays.items():
-      value = self.layout.from_file(field, array)
-      others = other.layout.from_file(field, other.arrays[field])
-      if not np.array_equal(value, others):
-        raise ValueError(
-          f'load_lora: {_words.path(self.path)} and {_words.path(other.path)} '
-          f'share a weight, and so one adapter, but {str(folder)!r} has two '
-          'that differ; untie the weight, or leave one out.'
-        )
+    turned = self.layout.axes != other.layout.axes
+    others = _turned(other.arrays) if turned else other.arrays
+    if not all(np.array_equal(self.arrays[f], others[f]) for f in self.arrays):
+      raise ValueError(
+        f'load_lora: {_words.path(self.path)} and {_words.path(other.path)} '
+        f'share a weight, and so one adapter, but {str(folder)!r} has two '
+        'that differ; untie the weight, or leave one out.'
+      )
+
+
+def _turned(arrays: _peft.Arrays) -> _peft.Arrays:
+  """The factors of the transposed weight."""
+  return {'lora_a': arrays['lora_b'].T, 'lora_b': arrays['lora_a'].T}
 
 
 def _matched(
@@ -306,8 +316,8 @@ def _matched(
           adapter.arrays[field] = array
       adapters[path] = adapter
   whole = []
-  for _, path in names.whole_by_name(config.modules_to_save).items():
-    for key, tensor in names.tensors(path).items():
+  for path in names.whole_by_name(config.modules_to_save):
+    for key, tensor in names.own_tensors(path).items():
       array = left.pop(key, None)
       left.pop(f'{key.rpartition(".")[0]}.num_batches_tracked', None)
       if array is None:
@@ -372,7 +382,7 @@ def _is_base(left: _peft.Arrays, key: str, names: TorchNames) -> bool:
   name, is_base, _ = key.removeprefix(_peft.PREFIX).partition('.base_layer.')
   if not is_base or name not in names.layers:
     return False
-  own = names.tensors(names.layers[name])
+  own = names.own_tensors(names.layers[name])
   tensor = own.get(key.replace('.base_layer.', '.'))
   return (
     tensor is not None
@@ -395,14 +405,23 @@ def _options(
   return LoRAOptions(rank=rank, alpha=alpha, rslora=config.use_rslora)
 
 
-def _owners(model: tp.Any) -> dict[Path, LoRALayer]:
-  """The adapted layers, those that share an adapter once."""
-  owners: dict[int, tuple[Path, LoRALayer]] = {}
-  for path, layer in adapted_layers('save_lora', model).items():
-    is_own = layer.lora.axes == layer._kind.axes(layer)
-    if is_own:
-      owners.setdefault(id(layer.lora), (path, layer))
-  return dict(owners.values())
+def _owners(layers: tp.Iterable[LoRALayer]) -> dict[int, LoRALayer]:
+  """For each adapter the layer that it was made for."""
+  owners: dict[int, LoRALayer] = {}
+  for layer in layers:
+    if layer.lora.axes == layer._kind.axes(layer):
+      owners.setdefault(id(layer.lora), layer)
+  return owners
+
+
+def _why_not_shared(layer: LoRALayer, owner: LoRALayer) -> str | None:
+  """Why PEFT has no form for an adapter in a second layer, or None."""
+  axes, others = layer._kind.axes(layer), owner.lora.axes
+  if axes == others:
+    return None
+  if axes.turned != others or owner.lora.magnitude is not None:
+    return 'shares a weight with a layer to which its axes are something else'
+  return None
 
 
 def _layout(layer: tp.Any, extended: bool) -> _peft.Layout:
