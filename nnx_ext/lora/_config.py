@@ -16,9 +16,11 @@
 import collections
 import dataclasses
 import json
+import math
 import pathlib
 import re
 import typing as tp
+import warnings
 
 FILE = 'adapter_config.json'
 
@@ -109,14 +111,13 @@ def _first(patterns: dict[str, tp.Any], name: str, default: tp.Any) -> tp.Any:
   return default
 
 
-def write(
-  directory: pathlib.Path,
+def text(
   adapted: dict[str, tuple[int, float]],
   known: tp.Iterable[str],
   modules_to_save: tp.Sequence[str],
   **shared: tp.Any,
-):
-  """Writes the config of modules by name, each with its rank and alpha.
+) -> str:
+  """The config of modules by name, each with its rank and alpha.
 
   ``known`` are the names of all modules that could be adapted, of which only
   those in ``adapted`` are.
@@ -135,8 +136,7 @@ def write(
     'target_modules': _targets(sorted(adapted), known),
     'modules_to_save': list(modules_to_save) or None,
   }
-  text = json.dumps(config, indent=2, sort_keys=True)
-  (directory / FILE).write_text(text, encoding='utf-8')
+  return json.dumps(config, indent=2, sort_keys=True)
 
 
 def _most_and_others(values: dict[str, tp.Any]) -> tuple[tp.Any, dict]:
@@ -200,7 +200,8 @@ def read(api: str, directory: pathlib.Path) -> Config:
     patterns = values[key] = values[key] or {}
     fail.unless(key, patterns, isinstance(patterns, dict), 'an object')
     for pattern, value in patterns.items():
-      fail.unless(f'{key}[{pattern!r}]', value, is_value(value), 'a number')
+      name = f'{key}[{pattern[:80]!r}]'
+      fail.unless(name, value, is_value(value), 'a number')
       _check_pattern(fail, key, pattern)
   saved = values['modules_to_save'] or []
   is_names = isinstance(saved, list) and all(isinstance(s, str) for s in saved)
@@ -244,19 +245,25 @@ def _refuse(fail: _Failure, found: dict[str, tp.Any]):
 
 def _check_pattern(fail: _Failure, key: str, pattern: str):
   """Raises for what is no regular expression, or might never end."""
-  try:
-    re.compile(pattern)
-  except (re.error, RecursionError, OverflowError) as error:
-    raise ValueError(
-      f'{fail.api}: {key} in {fail.path} has the key {pattern[:80]!r}, which '
-      f'is not a regular expression: {error}.'
-    ) from error
+  # How often it might be tried on a name, about.
+  choices = math.prod(p.count('|') + 1 for p in re.split(r'[()]', pattern))
   repeats = len(re.findall(r'[*+{]', pattern))
-  if re.search(r'\)[*+{]', pattern) or repeats > 3 or len(pattern) > 1000:
+  tries = choices * 2 ** pattern.count('?') * 10**repeats
+  if re.search(r'\)[*+{]', pattern) or tries > 1e5 or len(pattern) > 1000:
     raise ValueError(
       f'{fail.api}: {key} in {fail.path} has the key {pattern[:80]!r}, which '
       'repeats too much to be tried safely; give names of modules.'
     )
+  try:
+    with warnings.catch_warnings():
+      warnings.simplefilter('error')
+      re.compile(pattern)
+      re.compile(rf'(.*\.)?({pattern})$')  # as it will be used
+  except (re.error, RecursionError, OverflowError, Warning) as error:
+    raise ValueError(
+      f'{fail.api}: {key} in {fail.path} has the key {pattern[:80]!r}, which '
+      f'is not a regular expression: {error}.'
+    ) from error
 
 
 def _is_number(x: tp.Any) -> bool:
@@ -265,7 +272,7 @@ def _is_number(x: tp.Any) -> bool:
 
 
 def _is_rank(x: tp.Any) -> bool:
-  return isinstance(x, int) and not isinstance(x, bool) and x > 0
+  return isinstance(x, int) and not isinstance(x, bool) and 0 < x < 2**31
 
 
 def _is_alpha(x: tp.Any) -> bool:

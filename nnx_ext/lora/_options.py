@@ -88,7 +88,11 @@ class LoRAOptions:
           f'{api}: `{name}` must be True or False, got {_words.value(flag)}.'
         )
     self._check_init(api, rank_name)
-    if not jnp.issubdtype(self.param_dtype, jnp.floating):
+    try:
+      is_float = jnp.issubdtype(self.param_dtype, jnp.floating)
+    except TypeError:  # no dtype at all
+      is_float = False
+    if not is_float:
       raise TypeError(
         f'{api}: `param_dtype` must be a floating dtype, like jnp.float32, '
         f'got {_words.value(self.param_dtype)}.'

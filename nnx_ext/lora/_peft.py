@@ -26,7 +26,13 @@ from flax import nnx
 
 from nnx_ext.lora._axes import Axes
 from nnx_ext.lora._factors import LoRAFactors
-from nnx_ext.lora._kinds import CONV, CONV_TRANSPOSE, EMBED, Kind
+from nnx_ext.lora._kinds import (
+  CONV,
+  CONV_TRANSPOSE,
+  EMBED,
+  Kind,
+  kind_of,
+)
 
 Arrays = dict[str, np.ndarray]
 
@@ -117,11 +123,27 @@ class Layout:
     return len(self.shape) - 2 if self.kind is CONV else 0
 
 
-def why_not(
-  layer: tp.Any, kind: Kind, axes: Axes, stack: tuple[int, ...]
-) -> str | None:
+def layout_of(layer: tp.Any, extended: bool) -> Layout:
+  """How the arrays of a layer's adapter stand in a file."""
+  kind: tp.Any = kind_of(layer)
+  return Layout(kind.axes(layer), kind.shape(layer), kind, extended)
+
+
+def turned(arrays: Arrays) -> Arrays:
+  """The factors of the transposed weight, as they stand in a file."""
+  return {'lora_a': arrays['lora_b'].T, 'lora_b': arrays['lora_a'].T}
+
+
+def settings_key(name: str) -> str:
+  """The key of the rank and alpha of a layer that PEFT has no form for."""
+  return f'{EXTENSION}{name}.rank_and_alpha'
+
+
+def why_not(layer: tp.Any) -> str | None:
   """Why PEFT cannot hold an adapter of this layer, or None if it can."""
-  if stack:
+  kind: tp.Any = kind_of(layer)
+  axes = kind.axes(layer)
+  if kind.stack(layer):
     return 'is a stack of layers'
   if axes.groups > 1:
     return (

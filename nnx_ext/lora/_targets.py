@@ -196,7 +196,9 @@ def _target(api: str, path: Path, layer: tp.Any, options: LoRAOptions):
   """A layer with its kind, if its weight is stacked as it can be."""
   kind: tp.Any = kind_of(layer)
   own, shape = kind.shape(layer), kind.weight(layer).shape
-  if shape[len(shape) - len(own) :] != own:
+  stack, bias = kind.stack(layer), getattr(layer, 'bias', None)
+  behind = bias is None or bias.shape[: len(stack)] == stack
+  if shape[len(shape) - len(own) :] != own or not behind:
     raise ValueError(
       f'{api}: the {kind.weight_name} of {_words.path(path)} has shape '
       f'{shape}, which is not {own} behind axes of stacked layers. Layers '
@@ -214,6 +216,19 @@ def _check_each_has_one(
   found: list[Target],
 ):
   """Raises for a module that was chosen, if nothing in it can be adapted."""
+  kinds = ', '.join(sorted(kind.plain.__name__ for kind in KINDS))
+  instead = (
+    f'LoRA is for {kinds}; on any other weight use nnx_ext.parametrize(model, '
+    '{filter: lambda w: LowRankUpdate(w, rank=8)}).'
+  )
+  # These say what to leave out, and ask for whatever there is of the rest.
+  if targets in (..., True) or isinstance(targets, nnx.Not):
+    if not found:
+      reason: str | None = 'has no layer that can be adapted'
+      if kind_of(modules.get(())) is not None:
+        reason = _why_not(modules[()])
+      raise ValueError(f'{api}: {_words.path(())} {reason}. {instead}')
+    return
   chosen = set(wanted)
   for path in wanted:
     if any(path[:end] in chosen for end in range(len(path))):
@@ -221,14 +236,7 @@ def _check_each_has_one(
     if any(target.path[: len(path)] == path for target in found):
       continue
     reason = _why_not(modules[path])
-    if path == () and targets is ...:
-      reason = 'has no layer that can be adapted'
-    raise ValueError(
-      f'{api}: {_words.path(path)} {reason}. LoRA is for '
-      f'{", ".join(sorted(kind.plain.__name__ for kind in KINDS))}; '
-      'on any other weight use nnx_ext.parametrize(model, {filter: '
-      'lambda w: LowRankUpdate(w, rank=8)}).'
-    )
+    raise ValueError(f'{api}: {_words.path(path)} {reason}. {instead}')
 
 
 def _with_sharers(
@@ -271,7 +279,8 @@ def _check_holders(api: str, model: tp.Any, found: list[Target]):
 def _at(model: tp.Any, path: Path) -> tp.Any:
   """What stands at a path of a model."""
   for part in path:
-    by_name = isinstance(part, str) and hasattr(model, part)
+    is_dict = isinstance(model, tp.Mapping)
+    by_name = isinstance(part, str) and hasattr(model, part) and not is_dict
     model = getattr(model, part) if by_name else model[part]
   return model
 
@@ -304,7 +313,9 @@ def _override(
         f'{_OVERRIDES}.{_words.did_you_mean(unknown, _OVERRIDES)}'
       )
     paths = set(_matches(api, '`patterns`', filter, modules))
-    matched = [target for target in left if target.path in paths]
+    # Layers that share a weight have one adapter, so options of one are all's.
+    weights = {id(target.weight) for target in left if target.path in paths}
+    matched = [target for target in left if id(target.weight) in weights]
     if not matched:
       raise ValueError(
         f'{api}: {text} matches none of the layers that `targets` chose and '

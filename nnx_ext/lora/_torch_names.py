@@ -13,6 +13,7 @@
 # limitations under the License.
 """The PyTorch names of a model's modules, and what they hold."""
 
+import itertools
 import typing as tp
 
 from flax import nnx
@@ -20,6 +21,7 @@ from flax import nnx
 from nnx_ext import _words
 from nnx_ext._names import Names
 from nnx_ext.lora import _peft
+from nnx_ext.lora._factors import LoRAFactors
 from nnx_ext.lora._kinds import kind_of
 from nnx_ext.lora._layer import LoRALayer
 from nnx_ext.lora._targets import modules_of
@@ -36,10 +38,17 @@ class TorchNames:
   """
 
   def __init__(self, api: str, model: tp.Any, rename: Rename | None):
+    if rename is not None and not callable(rename):
+      raise TypeError(
+        f'{api}: `rename` must be a function of a path, a tuple, to a name, '
+        "like lambda path: '.'.join(map(str, path)), got "
+        f'{_words.value(rename)}.'
+      )
     self._api = api
     self._model = model
     self._rename = rename
     self._modules = modules_of(model)
+    self._everywhere = _everywhere(model, self._modules)
     self.layers: dict[str, Path] = {}
     for path, module in self._modules.items():
       if kind_of(module) is None or not self._has(path):
@@ -76,6 +85,12 @@ class TorchNames:
     """The modules that are saved whole, by name."""
     if isinstance(paths, str):
       paths = [paths]
+    is_list = isinstance(paths, (list, tuple))
+    if not is_list or not all(isinstance(path, (str, tuple)) for path in paths):
+      raise TypeError(
+        f'{self._api}: `modules_to_save` must be a list of paths, like '
+        f"['classifier'], got {_words.value(paths)}."
+      )
     places = Names(self._model, self._modules)
     found = {}
     for path in paths:
@@ -99,7 +114,7 @@ class TorchNames:
     ends = tuple(ends)
     return [
       path
-      for path, module in self._modules.items()
+      for path, module in self._everywhere.items()
       if _has_variables(module) and self._has(path)
       if any(name.endswith(ends) for name in _outer_names(self.of(path)))
     ]
@@ -107,44 +122,56 @@ class TorchNames:
   def tensors(self, path: Path) -> dict[str, _peft.Tensor]:
     """All that a module and those in it hold, by the keys of a file."""
     found: dict[str, _peft.Tensor] = {}
-    for place, module in self._modules.items():
-      if place[: len(path)] == path and _has_variables(module):
-        found |= self.own_tensors(place)
+    for inner, module in modules_of(self._modules[path]).items():
+      if _has_variables(module):
+        found |= self._tensors((*path, *inner), module)
     return found
 
   def own_tensors(self, path: Path) -> dict[str, _peft.Tensor]:
     """What a module itself holds, by the keys of a file."""
-    module = self._modules[path]
-    if isinstance(module, nnx.ConvTranspose):
-      raise ValueError(
-        f'{self._api}: {_words.path(path)} is a ConvTranspose, whose kernel '
-        'PyTorch turns round; leave it out of `modules_to_save`.'
-      )
+    return self._tensors(path, self._everywhere[path])
+
+  def _tensors(self, path: Path, module: tp.Any) -> dict[str, _peft.Tensor]:
     kind = kind_of(module)
+    reason = None
+    if isinstance(module, nnx.ConvTranspose):
+      reason = 'is a ConvTranspose, whose kernel PyTorch turns round'
+    elif kind is not None and kind.stack(module):
+      reason = 'is a stack of layers, for which PyTorch has no form'
+    if reason is not None:
+      raise ValueError(
+        f'{self._api}: {_words.path(path)} {reason}; leave it out of '
+        '`modules_to_save`.'
+      )
     tensors = _peft.tensors(module, kind.axes(module) if kind else None)
     prefix = f'{_peft.PREFIX}{self.of(path)}'
     return {f'{prefix}.{name}': tensor for name, tensor in tensors.items()}
 
   @property
   def all_names(self) -> set[str]:
-    """The names of the layers, and of all that these are in."""
-    return {outer for name in self.layers for outer in _outer_names(name)}
+    """The names of all that hold parameters, and of all that these are in."""
+    return self._outer_names_of(self._modules)
+
+  def _outer_names_of(self, paths: tp.Iterable[Path]) -> set[str]:
+    holders = [p for p in paths if _has_variables(self._modules[p])]
+    names = [self.of(path) for path in holders if self._has(path)]
+    return {outer for name in names for outer in _outer_names(name)}
 
   def _checked(self, path: Path) -> str:
     """The name of a module that can be saved whole."""
     name = self.of(path)
-    inside = set()
-    for layer, place in self.layers.items():
-      if place[: len(path)] != path:
-        continue
-      inside.add(layer)
-      if isinstance(self._modules[place], LoRALayer):
+    inner = {id(module) for module in modules_of(self._modules[path]).values()}
+    outside = []
+    for place, module in self._modules.items():
+      if id(module) not in inner:
+        outside.append(place)
+      elif isinstance(module, LoRALayer):
         raise ValueError(
           f'{self._api}: `modules_to_save` has {_words.path(path)}, in which '
           f'{_words.path(place)} is adapted; PEFT trains a module whole or '
           'adapts it. Leave one out.'
         )
-    for other in self.all_names - inside - {name}:
+    for other in self._outer_names_of(outside) - {*_outer_names(name)}:
       if other.endswith(name):
         raise ValueError(
           f'{self._api}: `modules_to_save` has {_words.path(path)}, named '
@@ -154,6 +181,19 @@ class TorchNames:
     return name
 
 
+def _everywhere(
+  model: tp.Any, modules: dict[Path, tp.Any]
+) -> dict[Path, tp.Any]:
+  """The modules under each of their paths, and not just the first."""
+  found = dict(modules)
+  for group in nnx.find_duplicates(model):
+    for one, other in itertools.permutations(group, 2):
+      for path, module in modules.items():
+        if path[: len(one)] == one:
+          found.setdefault((*other, *path[len(one) :]), module)
+  return found
+
+
 def _outer_names(name: str) -> list[str]:
   """A dotted name, and those of all that it is in."""
   parts = name.split('.')
@@ -161,4 +201,7 @@ def _outer_names(name: str) -> list[str]:
 
 
 def _has_variables(module: tp.Any) -> bool:
+  """Whether a module holds Variables itself, other than an adapter's."""
+  if isinstance(module, LoRAFactors):
+    return False
   return any(isinstance(x, nnx.Variable) for x in vars(module).values())

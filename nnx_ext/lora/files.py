@@ -16,8 +16,6 @@
 import dataclasses
 import math
 import os
-import pathlib
-import re
 import typing as tp
 
 import jax.numpy as jnp
@@ -25,18 +23,17 @@ import numpy as np
 from flax import nnx
 
 from nnx_ext import _words
-from nnx_ext.lora import _config, _peft
+from nnx_ext.lora import _config, _peft, _store
+from nnx_ext.lora._contents import match, some
 from nnx_ext.lora._factors import LoRAFactors
 from nnx_ext.lora._kinds import kind_of
 from nnx_ext.lora._layer import LoRALayer
 from nnx_ext.lora._options import LoRAOptions
 from nnx_ext.lora._targets import adapted_layers, find_targets, modules_of
 from nnx_ext.lora._torch_names import Path, Rename, TorchNames
-from nnx_ext.lora.surgery import attach, to_plain_lora
+from nnx_ext.lora.surgery import attach, check_rngs, to_plain_lora
 
 M = tp.TypeVar('M')
-
-FILE = 'adapter_model.safetensors'
 
 
 def save_lora(
@@ -95,6 +92,8 @@ def save_lora(
       ``modules_to_save``, or two layers get one name.
     TypeError: if ``rename`` returns something else than a string.
   """
+  folder = _store.folder_of('save_lora', directory)
+  adapted_layers('save_lora', model)
   model = to_plain_lora(model)
   names = TorchNames('save_lora', model, rename)
   layers = adapted_layers('save_lora', model)
@@ -107,7 +106,7 @@ def save_lora(
     lora, name = layer.lora, names.of(path)
     owner = owners[id(lora)]
     alpha = _alpha_for(first.rslora, lora)
-    reason = _why_not(layer) or _why_not_shared(layer, owner)
+    reason = _peft.why_not(layer) or _why_not_shared(layer, owner)
     if reason is None and (lora.magnitude is None) != (first.magnitude is None):
       reason = 'has DoRA where others have not, and PEFT has it for all or none'
     if reason is None:
@@ -116,16 +115,18 @@ def save_lora(
       refused.append(f'{_words.path(path)} {reason}')
       if layer is not owner:
         continue  # it finds its adapter under the name of the other
-      arrays[_settings(name)] = np.array([lora.rank, alpha], np.float64)
-    keys = _layout(layer, extended=reason is not None).keys(name)
-    values = _layout(owner, extended=reason is not None).to_file(lora)
+      arrays[_peft.settings_key(name)] = np.array(
+        [lora.rank, alpha], np.float64
+      )
+    keys = _peft.layout_of(layer, extended=reason is not None).keys(name)
+    values = _peft.layout_of(owner, extended=reason is not None).to_file(lora)
     if layer._kind.axes(layer) != lora.axes:
-      values = _turned(values)
+      values = _peft.turned(values)
     arrays |= {keys[field]: value for field, value in values.items()}
   if refused and not extensions:
     raise ValueError(
       f'save_lora: PEFT has no form for {len(refused)} of {len(layers)} '
-      f'adapters: {_some(refused)}. With extensions=True these are written '
+      f'adapters: {some(refused)}. With extensions=True these are written '
       f'under keys that begin with {_peft.EXTENSION!r}, which only load_lora '
       'reads.'
     )
@@ -136,11 +137,7 @@ def save_lora(
       if key.endswith('.running_var'):  # PyTorch counts batches beside it
         count = key.replace('running_var', 'num_batches_tracked')
         arrays[count] = np.zeros((), np.int64)
-  folder = pathlib.Path(directory)
-  folder.mkdir(parents=True, exist_ok=True)
-  _write(folder / FILE, arrays)
-  _config.write(
-    folder,
+  config = _config.text(
     adapted,
     names.all_names,
     list(whole),
@@ -148,6 +145,7 @@ def save_lora(
     use_dora=first.magnitude is not None,
     lora_dropout=max(_dropout(layer.lora) for layer in layers.values()),
   )
+  _store.write(folder, arrays, config)
 
 
 def load_lora(
@@ -202,6 +200,9 @@ def load_lora(
       computes and is not known here, or the model is adapted already.
     TypeError: if ``rename`` returns something else than a string.
   """
+  folder = _store.folder_of('load_lora', directory)
+  if rngs is not None:
+    check_rngs('load_lora', rngs, 'dropout')
   model = nnx.clone(model)
   for path, module in modules_of(model).items():
     if isinstance(module, LoRALayer):
@@ -209,28 +210,36 @@ def load_lora(
         f'load_lora: {_words.path(path)} is adapted already; load into '
         'nnx_ext.remove_lora(model), or into nnx_ext.merge_lora(model).'
       )
-  folder = pathlib.Path(directory)
   config = _config.read('load_lora', folder)
-  arrays = _read(folder / FILE)
+  arrays = _store.read(folder / _store.ARRAYS)
   names = TorchNames('load_lora', model, rename)
-  adapters, whole = _matched(folder, names, config, arrays)
+  adapters, whole = match(folder, names, config, arrays)
+  first: dict[int, Path] = {}  # of each weight, the layer that comes first
+  for path in adapters:
+    layer = names.module(path)
+    kind: tp.Any = kind_of(layer)
+    first.setdefault(id(kind.weight(layer)), path)
   targets = find_targets(
     'load_lora',
     model,
     LoRAOptions(rank=config.r),
-    nnx.filterlib.PathIn(*adapters),
+    nnx.filterlib.PathIn(*first.values()),
     {
       nnx.filterlib.PathIn(path): {
         **dataclasses.asdict(adapter.options),
         'dropout': 0.0 if rngs is None else config.lora_dropout,
       }
       for path, adapter in adapters.items()
+      if path in first.values()
     },
   )
+  streams = nnx.Rngs(params=0)
+  if rngs is not None and config.lora_dropout:
+    streams = nnx.Rngs(params=0, dropout=rngs.dropout())
   loaded: dict[Path, LoRAFactors] = {}
   for target in targets:
     if target.shares is None:
-      loaded[target.path] = target.factors(rngs or nnx.Rngs(0))
+      loaded[target.path] = target.factors(streams)
       adapters[target.path].fill(loaded[target.path])
   for target in targets:
     lora = loaded[target.path if target.shares is None else target.shares]
@@ -241,168 +250,6 @@ def load_lora(
     variable = tensor.variable
     variable.set_value(jnp.asarray(tensor.from_file(array), variable.dtype))
   return model
-
-
-@dataclasses.dataclass
-class _Adapter:
-  """What a file holds for one layer."""
-
-  path: Path
-  layout: _peft.Layout
-  options: LoRAOptions
-  arrays: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
-
-  def fill(self, lora: LoRAFactors):
-    for field, array in self.arrays.items():
-      variable = getattr(lora, field)
-      value = self.layout.from_file(field, array)
-      variable.set_value(jnp.asarray(value, variable.dtype))
-
-  def check_same(self, folder: pathlib.Path, other: '_Adapter'):
-    """Raises if another layer of the same weight has other arrays."""
-    turned = self.layout.axes != other.layout.axes
-    others = _turned(other.arrays) if turned else other.arrays
-    if not all(np.array_equal(self.arrays[f], others[f]) for f in self.arrays):
-      raise ValueError(
-        f'load_lora: {_words.path(self.path)} and {_words.path(other.path)} '
-        f'share a weight, and so one adapter, but {str(folder)!r} has two '
-        'that differ; untie the weight, or leave one out.'
-      )
-
-
-def _turned(arrays: _peft.Arrays) -> _peft.Arrays:
-  """The factors of the transposed weight."""
-  return {'lora_a': arrays['lora_b'].T, 'lora_b': arrays['lora_a'].T}
-
-
-def _matched(
-  folder: pathlib.Path,
-  names: TorchNames,
-  config: _config.Config,
-  arrays: _peft.Arrays,
-) -> tuple[dict[Path, _Adapter], list[tuple[_peft.Tensor, np.ndarray]]]:
-  """What a file holds, by layer, once all of it is known to fit."""
-  report = _Report(folder, names)
-  left = dict(arrays)
-  adapters: dict[Path, _Adapter] = {}
-  for name, path in names.layers.items():
-    for extended in (False, True):
-      layer = names.module(path)
-      layout = _layout(layer, extended)
-      keys = {f: k for f, k in layout.keys(name).items() if k in left}
-      if not keys:
-        continue
-      reason = None if extended else _why_not(layer)
-      if reason is not None:
-        report.misshaped.append(f'{_words.path(path)} {reason}')
-      settings = left.pop(_settings(name), None) if extended else None
-      options = _options(config, name, settings)
-      if options is None:
-        report.missing.append(_settings(name))
-        continue
-      adapter = _Adapter(path, layout, options)
-      stack = layout.kind.stack(layer)
-      wanted = layout.shapes(options.rank, stack)
-      if not extended and config.use_dora or 'magnitude' in keys and extended:
-        adapter.options = dataclasses.replace(options, dora=True)
-      else:
-        wanted.pop('magnitude')
-      for field, shape in wanted.items():
-        key = layout.keys(name)[field]
-        array = left.pop(key, None)
-        if array is None:
-          report.missing.append(key)
-        elif report.fits(key, array, shape):
-          adapter.arrays[field] = array
-      adapters[path] = adapter
-  whole = []
-  for path in names.whole_by_name(config.modules_to_save):
-    for key, tensor in names.own_tensors(path).items():
-      array = left.pop(key, None)
-      left.pop(f'{key.rpartition(".")[0]}.num_batches_tracked', None)
-      if array is None:
-        report.missing.append(key)
-      elif report.fits(key, array, tensor.shape):
-        whole.append((tensor, array))
-  report.unexpected += [key for key in left if not _is_base(left, key, names)]
-  report.raise_if_any()
-  if not adapters:
-    raise ValueError(
-      f'load_lora: {str(folder / FILE)!r} holds no adapter of this model.'
-    )
-  return adapters, whole
-
-
-class _Report:
-  """All that does not fit between a file and a model."""
-
-  def __init__(self, folder: pathlib.Path, names: TorchNames):
-    self._folder = folder
-    self._names = names
-    self.missing: list[str] = []
-    self.unexpected: list[str] = []
-    self.misshaped: list[str] = []
-
-  def fits(self, key: str, array: np.ndarray, shape: tuple[int, ...]) -> bool:
-    is_float = jnp.issubdtype(array.dtype, jnp.floating)
-    if array.shape == shape and is_float:
-      return True
-    self.misshaped.append(
-      f'{key!r} is {array.dtype} of shape {array.shape} and not of shape '
-      f'{shape}'
-    )
-    return False
-
-  def raise_if_any(self):
-    parts = []
-    if self.missing:
-      parts.append(f'missing are {_some(map(repr, self.missing))}')
-    if self.unexpected:
-      parts.append(f'unexpected are {_some(map(repr, self.unexpected))}')
-    if self.misshaped:
-      parts.append(f'not fitting are {_some(self.misshaped)}')
-    if not parts:
-      return
-    hint = ''
-    if self.unexpected:
-      unknown = [_module_of(key) for key in self.unexpected]
-      hint = _words.did_you_mean(unknown, self._names.layers) or (
-        f' The layers of this model are called '
-        f'{_some(map(repr, self._names.layers))}; `rename` maps the path of '
-        'each to its name in PyTorch.'
-      )
-    raise ValueError(
-      f'load_lora: {str(self._folder / FILE)!r} does not fit the model: '
-      f'{"; ".join(parts)}.{hint}'
-    )
-
-
-def _is_base(left: _peft.Arrays, key: str, names: TorchNames) -> bool:
-  """Whether an array is the model's own weight, which PEFT may save too."""
-  name, is_base, _ = key.removeprefix(_peft.PREFIX).partition('.base_layer.')
-  if not is_base or name not in names.layers:
-    return False
-  own = names.own_tensors(names.layers[name])
-  tensor = own.get(key.replace('.base_layer.', '.'))
-  return (
-    tensor is not None
-    and tensor.shape == left[key].shape
-    and np.array_equal(tensor.to_file(), left[key])
-  )
-
-
-def _options(
-  config: _config.Config, name: str, settings: np.ndarray | None
-) -> LoRAOptions | None:
-  """The options of one layer, or None if its own settings are no good."""
-  rank, alpha = config.rank_of(name), config.alpha_of(name)
-  if settings is not None:
-    if settings.shape != (2,) or not np.all(np.isfinite(settings)):
-      return None
-    rank, alpha = int(settings[0]), float(settings[1])
-  if not (0 < rank < 2**31 and alpha > 0):
-    return None
-  return LoRAOptions(rank=rank, alpha=alpha, rslora=config.use_rslora)
 
 
 def _owners(layers: tp.Iterable[LoRALayer]) -> dict[int, LoRALayer]:
@@ -424,17 +271,6 @@ def _why_not_shared(layer: LoRALayer, owner: LoRALayer) -> str | None:
   return None
 
 
-def _layout(layer: tp.Any, extended: bool) -> _peft.Layout:
-  kind: tp.Any = kind_of(layer)
-  return _peft.Layout(kind.axes(layer), kind.shape(layer), kind, extended)
-
-
-def _why_not(layer: tp.Any) -> str | None:
-  """Why PEFT has no form for the adapter of a layer, or None if it has."""
-  kind: tp.Any = kind_of(layer)
-  return _peft.why_not(layer, kind, kind.axes(layer), kind.stack(layer))
-
-
 def _alpha_for(rslora: bool, lora: LoRAFactors) -> float:
   """The alpha that gives an adapter its scale, by one rule for all."""
   if lora.rslora == rslora:
@@ -444,50 +280,3 @@ def _alpha_for(rslora: bool, lora: LoRAFactors) -> float:
 
 def _dropout(lora: LoRAFactors) -> float:
   return 0.0 if lora.dropout is None else lora.dropout.rate
-
-
-def _settings(name: str) -> str:
-  """The key of the rank and alpha of a layer that PEFT has no form for."""
-  return f'{_peft.EXTENSION}{name}.rank_and_alpha'
-
-
-def _module_of(key: str) -> str:
-  """The module that a key seems to name."""
-  pattern = r'\.(lora_|magnitude|rank_and|weight$|bias$).*'
-  name = key.removeprefix(_peft.PREFIX).removeprefix(_peft.EXTENSION)
-  return re.sub(pattern, '', name)
-
-
-def _some(items: tp.Iterable[str]) -> str:
-  items = list(items)
-  more = f' and {len(items) - 8} more' if len(items) > 8 else ''
-  return ', '.join(items[:8]) + more
-
-
-def _read(path: pathlib.Path) -> _peft.Arrays:
-  """The arrays of a file, by key."""
-  import safetensors  # Only files need it.
-
-  if not path.is_file():
-    raise FileNotFoundError(
-      f'load_lora: there is no {path.name} in {str(path.parent)!r}. Adapters '
-      'that are pickled (adapter_model.bin) are not read; save them with '
-      'safe_serialization=True.'
-    )
-  try:
-    with safetensors.safe_open(path, framework='numpy') as file:
-      return {key: file.get_tensor(key) for key in file.keys()}
-  except (safetensors.SafetensorError, OSError, TypeError, ValueError) as error:
-    raise ValueError(
-      f'load_lora: {str(path)!r} is damaged or no safetensors file: {error}.'
-    ) from error
-
-
-def _write(path: pathlib.Path, arrays: _peft.Arrays):
-  """Writes a file whole or not at all."""
-  import safetensors.numpy  # Only files need it.
-
-  unfinished = path.with_suffix('.tmp')
-  arrays = {key: np.array(array, order='C') for key, array in arrays.items()}
-  safetensors.numpy.save_file(arrays, unfinished, metadata={'format': 'pt'})
-  os.replace(unfinished, path)

@@ -158,11 +158,7 @@ def apply_lora(
   )
   model = nnx.clone(model)
   found = find_targets('apply_lora', model, options, targets, patterns)
-  if not isinstance(rngs, nnx.Rngs):
-    raise TypeError(
-      'apply_lora: `rngs` must be an nnx.Rngs, like nnx.Rngs(0), got '
-      f'{_words.value(rngs)}.'
-    )
+  check_rngs('apply_lora', rngs, 'params')
   adapters: dict[tp.Any, LoRAFactors] = {}
   for target in found:
     if target.shares is None:
@@ -330,6 +326,20 @@ def to_plain_lora(model: M) -> M:
   for layer in adapted_layers('to_plain_lora', model).values():
     layer.lora.make_plain()
   return model
+
+
+def check_rngs(api: str, rngs: tp.Any, stream: str):
+  """Raises for what has no such stream of keys."""
+  if not isinstance(rngs, nnx.Rngs):
+    raise TypeError(
+      f'{api}: `rngs` must be an nnx.Rngs, like nnx.Rngs(0), got '
+      f'{_words.value(rngs)}.'
+    )
+  if stream not in rngs and 'default' not in rngs:
+    raise ValueError(
+      f'{api}: `rngs` must have a stream {stream!r} or a default one, like '
+      f'nnx.Rngs(0), got the streams {list(rngs)}.'
+    )
 
 
 def attach(layer: tp.Any, lora: LoRAFactors):
