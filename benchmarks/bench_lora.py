@@ -36,7 +36,16 @@ from benchmarks.multi_programs import flops, temporary_bytes
 # Each program at the sizes of the table, and at small ones.
 PROGRAMS: dict[str, tuple[tp.Callable, dict, dict]] = {
   'blocks': (programs.blocks, {}, dict(width=16, hidden=32, tokens=8, depth=1)),
-  'blocks, T = 64': (programs.blocks, dict(tokens=64), dict(width=8, hidden=8)),
+  'blocks, T = 64': (
+    programs.blocks,
+    dict(tokens=64),
+    dict(width=8, hidden=8, tokens=4, depth=1),
+  ),
+  'blocks, 64 x 6 tokens': (
+    programs.blocks,
+    dict(width=384, hidden=1536, tokens=(64, 6), exact=True),
+    dict(width=8, hidden=8, tokens=(2, 3), depth=1),
+  ),
   'DoRA': (programs.dora, {}, dict(width=16, hidden=32, tokens=8)),
   'attention': (programs.attention, {}, dict(width=16, heads=2, tokens=8)),
   'conv': (programs.conv, {}, dict(channels=4, size=6, batch=2)),

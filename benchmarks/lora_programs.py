@@ -29,13 +29,17 @@ Loss = tp.Callable[[tp.Any, jax.Array], jax.Array]
 class Block(nnx.Module):
   """A transformer's feed-forward block."""
 
-  def __init__(self, width: int, hidden: int, *, rngs: nnx.Rngs):
+  def __init__(
+    self, width: int, hidden: int, *, exact: bool = False, rngs: nnx.Rngs
+  ):
+    self.exact = exact
     self.norm = nnx.LayerNorm(width, rngs=rngs)
     self.up = nnx.Linear(width, hidden, rngs=rngs)
     self.down = nnx.Linear(hidden, width, rngs=rngs)
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    return x + self.down(nnx.gelu(self.up(self.norm(x))))
+    hidden = nnx.gelu(self.up(self.norm(x)), approximate=not self.exact)
+    return x + self.down(hidden)
 
 
 def squares(model: tp.Any, x: jax.Array) -> jax.Array:
@@ -95,17 +99,28 @@ class Step:
 def blocks(
   width: int = 1024,
   hidden: int = 4096,
-  tokens: int = 512,
+  tokens: int | tuple[int, ...] = 512,
   rank: int = 8,
   depth: int = 4,
+  exact: bool = False,
 ) -> dict[str, Step]:
-  """Feed-forward blocks, trained in each of the ways."""
+  """Feed-forward blocks, trained in each of the ways.
+
+  Args:
+    width: features of a token.
+    hidden: features inside of a block.
+    tokens: how many there are, or the axes that they are on.
+    rank: that of the adapters.
+    depth: how many blocks there are.
+    exact: whether gelu is computed by erf and not by tanh.
+  """
   rngs = nnx.Rngs(0)
   base = nnx.Sequential(
-    *(Block(width, hidden, rngs=rngs) for _ in range(depth))
+    *(Block(width, hidden, exact=exact, rngs=rngs) for _ in range(depth))
   )
   adapted = nnx_ext.apply_lora(base, rank=rank, alpha=2 * rank, rngs=rngs)
-  x = jax.random.normal(jax.random.key(1), (tokens, width))
+  leading = tokens if isinstance(tokens, tuple) else (tokens,)
+  x = jax.random.normal(jax.random.key(1), (*leading, width))
   return {
     'nnx_ext': Step(adapted, x),
     'nnx.LoRA': Step(_wrapped(base, rank, rngs), x),

@@ -115,6 +115,27 @@ class FrozenATest(parameterized.TestCase):
     self.assertEqual(x.shape in kept, is_kept)
 
 
+class RowsTest(parameterized.TestCase):
+  def test_gradients_of_factors_sum_over_one_axis(self):
+    # XLA:CPU transposes the larger operand of one that sums over several.
+    layer = nnx_ext.apply_lora(
+      nnx.Linear(24, 40, rngs=nnx.Rngs(0)), rank=2, rngs=nnx.Rngs(1)
+    )
+    graphdef, trained, rest = nnx.split(layer, nnx.LoRAParam, ...)
+
+    def loss(trained, x):
+      return jnp.sum(nnx.merge(graphdef, trained, rest)(x) ** 2)
+
+    jaxpr = jax.make_jaxpr(jax.grad(loss))(trained, jnp.ones((5, 7, 24)))
+    sums = [
+      len(equation.params['dimension_numbers'][0][0])
+      for equation in jaxpr.eqns
+      if equation.primitive.name == 'dot_general'
+    ]
+    self.assertLen(sums, 6)  # three forward; of A, of B, and of what is between
+    self.assertEqual(set(sums), {1})
+
+
 class EagerTest(parameterized.TestCase):
   def test_a_call_is_two_linear_calls_a_product_a_scale_and_an_add(self):
     plain = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
