@@ -42,6 +42,13 @@ def value(x: tp.Any) -> str:
   return f'{type(x).__name__} ({x!r})'[:80]
 
 
+def some(texts: tp.Iterable[str]) -> str:
+  """The first of the texts, and how many more there are."""
+  texts = list(texts)
+  more = f' and {len(texts) - 8} more' if len(texts) > 8 else ''
+  return (', '.join(texts[:8]) or 'none') + more
+
+
 def filter_(filter: tp.Any) -> str:
   """A filter as its user wrote it, or nearly so."""
   return filter.__name__ if isinstance(filter, type) else repr(filter)

@@ -400,12 +400,10 @@ def _check_rules(rules: tp.Any) -> list[tuple[Filter, Factory]]:
 
 
 def _nothing_matched(filter: Filter, params: list[Path]) -> ValueError:
-  paths = ', '.join(_words.path(path) for path in params[:8]) or 'none'
-  more = f' and {len(params) - 8} more' if len(params) > 8 else ''
   text = _words.filter_(filter)
   parts = sorted({str(part) for path in params for part in path})
   hint = _words.did_you_mean(_words.quoted(text), parts)
   return ValueError(
     f'parametrize: the filter {text} matches none of the Params that earlier '
-    f'rules left: {paths}{more}.{hint}'
+    f'rules left: {_words.some(map(_words.path, params))}.{hint}'
   )

@@ -72,36 +72,11 @@ def match(
   adapters: dict[Path, Adapter] = {}
   for name, path in names.layers.items():
     for extended in (False, True):
-      layer = names.module(path)
-      layout = _peft.layout_of(layer, extended)
-      keys = {f: k for f, k in layout.keys(name).items() if k in left}
-      if not keys or path in adapters:
-        continue
-      reason = None if extended else _peft.why_not(layer)
-      if reason is not None:
-        report.misshaped.append(f'{_words.path(path)} {reason}')
-      settings = left.pop(_peft.settings_key(name), None) if extended else None
-      options = _options(config, name, settings)
-      if options is None or extended and settings is None:
-        report.missing.append(_peft.settings_key(name))
-        for key in keys.values():
-          del left[key]
-        continue
-      adapter = Adapter(path, layout, options)
-      stack = layout.kind.stack(layer)
-      wanted = layout.shapes(options.rank, stack)
-      if not extended and config.use_dora or 'magnitude' in keys and extended:
-        adapter.options = dataclasses.replace(options, dora=True)
-      else:
-        wanted.pop('magnitude')
-      for field, shape in wanted.items():
-        key = layout.keys(name)[field]
-        array = left.pop(key, None)
-        if array is None:
-          report.missing.append(key)
-        elif report.fits(key, array, shape):
-          adapter.arrays[field] = array
-      adapters[path] = adapter
+      layout = _peft.layout_of(names.module(path), extended)
+      if path not in adapters and not left.keys().isdisjoint(
+        layout.keys(name).values()
+      ):
+        adapters[path] = _adapter(report, names, config, left, name, layout)
   whole = []
   for path in names.whole_by_name(config.modules_to_save):
     for key, tensor in names.own_tensors(path).items():
@@ -123,6 +98,56 @@ def match(
       f'load_lora: {str(folder / ARRAYS)!r} holds no adapter of this model.'
     )
   return adapters, whole
+
+
+def _adapter(
+  report: '_Report',
+  names: TorchNames,
+  config: _config.Config,
+  left: _peft.Arrays,
+  name: str,
+  layout: _peft.Layout,
+) -> Adapter:
+  """The adapter of one layer, its arrays taken out of what is left."""
+  path = names.layers[name]
+  layer, keys = names.module(path), layout.keys(name)
+  has_magnitude = config.use_dora
+  rank, alpha = config.rank_of(name), config.alpha_of(name)
+  if layout.extended:
+    has_magnitude = keys['magnitude'] in left
+    settings = left.pop(_peft.settings_key(name), None)
+    if settings is None or not _are_settings(settings):
+      report.missing.append(_peft.settings_key(name))
+      settings = np.array([rank, alpha])
+    rank, alpha = int(settings[0]), float(settings[1])
+  elif (reason := _peft.why_not(layer)) is not None:
+    report.misshaped.append(f'{_words.path(path)} {reason}')
+  zeros = nnx.initializers.zeros  # nothing is drawn that is overwritten
+  options = LoRAOptions(
+    rank=rank,
+    alpha=alpha,
+    rslora=config.use_rslora,
+    dora=has_magnitude,
+    a_initializer=zeros,
+    b_initializer=zeros,
+  )
+  adapter = Adapter(path, layout, options)
+  wanted = layout.shapes(rank, layout.kind.stack(layer))
+  if not has_magnitude:
+    del wanted['magnitude']
+  for field, shape in wanted.items():
+    array = left.pop(keys[field], None)
+    if array is None:
+      report.missing.append(keys[field])
+    elif report.fits(keys[field], array, shape):
+      adapter.arrays[field] = array
+  return adapter
+
+
+def _are_settings(settings: np.ndarray) -> bool:
+  """Whether an array is a rank and an alpha."""
+  is_pair = settings.shape == (2,) and np.all(np.isfinite(settings))
+  return bool(is_pair and 1 <= settings[0] < 2**31 and settings[1] > 0)
 
 
 class _Report:
@@ -155,11 +180,11 @@ class _Report:
   def raise_if_any(self):
     parts = []
     if self.missing:
-      parts.append(f'missing are {some(map(repr, self.missing))}')
+      parts.append(f'missing are {_words.some(map(repr, self.missing))}')
     if self.unexpected:
-      parts.append(f'unexpected are {some(map(repr, self.unexpected))}')
+      parts.append(f'unexpected are {_words.some(map(repr, self.unexpected))}')
     if self.misshaped:
-      parts.append(f'not fitting are {some(self.misshaped)}')
+      parts.append(f'not fitting are {_words.some(self.misshaped)}')
     if not parts:
       return
     hint = ''
@@ -167,9 +192,9 @@ class _Report:
       named = dict.fromkeys(map(_module_of, self.unexpected))
       unknown = [name for name in named if name not in self._names.layers]
       hint = _words.did_you_mean(unknown, self._names.layers) or (
-        f' The layers of this model are called '
-        f'{some(map(repr, self._names.layers))}; `rename` maps the path of '
-        'each to its name in PyTorch.'
+        ' The layers of this model are called '
+        f'{_words.some(map(repr, self._names.layers))}; `rename` maps the path '
+        'of each to its name in PyTorch.'
       )
     raise ValueError(
       f'load_lora: {str(self._folder / ARRAYS)!r} does not fit the model: '
@@ -194,36 +219,8 @@ def _is_base(left: _peft.Arrays, key: str, names: TorchNames) -> bool | None:
   )
 
 
-def _options(
-  config: _config.Config, name: str, settings: np.ndarray | None
-) -> LoRAOptions | None:
-  """The options of one layer, or None if its own settings are no good."""
-  rank, alpha = config.rank_of(name), config.alpha_of(name)
-  if settings is not None:
-    if settings.shape != (2,) or not np.all(np.isfinite(settings)):
-      return None
-    rank, alpha = int(settings[0]), float(settings[1])
-  if not (0 < rank < 2**31 and alpha > 0):
-    return None
-  zeros = nnx.initializers.zeros  # nothing is drawn that is overwritten
-  return LoRAOptions(
-    rank=rank,
-    alpha=alpha,
-    rslora=config.use_rslora,
-    a_initializer=zeros,
-    b_initializer=zeros,
-  )
-
-
 def _module_of(key: str) -> str:
   """The module that a key seems to name."""
   pattern = r'\.(lora_|magnitude|rank_and|weight$|bias$).*'
   name = key.removeprefix(_peft.PREFIX).removeprefix(_peft.EXTENSION)
   return re.sub(pattern, '', name)
-
-
-def some(items: tp.Iterable[str]) -> str:
-  """Some of the items, and how many more there are."""
-  items = list(items)
-  more = f' and {len(items) - 8} more' if len(items) > 8 else ''
-  return ', '.join(items[:8]) + more

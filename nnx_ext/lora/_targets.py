@@ -138,7 +138,7 @@ def _matches(
     hint = _words.did_you_mean(_words.quoted(text), parts)
     raise ValueError(
       f'{api}: {argument} {text} matches none of the layers: '
-      f'{_list(able)}.{hint}'
+      f'{_words.some(map(_words.path, able))}.{hint}'
     )
   return found
 
@@ -319,16 +319,10 @@ def _override(
     if not matched:
       raise ValueError(
         f'{api}: {text} matches none of the layers that `targets` chose and '
-        f'earlier patterns left: {_list(t.path for t in left)}.'
+        f'earlier patterns left: '
+        f'{_words.some(_words.path(target.path) for target in left)}.'
       )
     for target in matched:
       left.remove(target)
       changed = dataclasses.replace(target.options, **options)
       target.options = changed.check(f'{api}: {text}')
-
-
-def _list(paths: tp.Iterable[Path]) -> str:
-  """Some of the paths, and how many more there are."""
-  paths = list(paths)
-  more = f' and {len(paths) - 8} more' if len(paths) > 8 else ''
-  return (', '.join(map(_words.path, paths[:8])) or 'none') + more

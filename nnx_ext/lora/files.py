@@ -24,7 +24,7 @@ from flax import nnx
 
 from nnx_ext import _words
 from nnx_ext.lora import _config, _peft, _store
-from nnx_ext.lora._contents import match, some
+from nnx_ext.lora._contents import match
 from nnx_ext.lora._factors import LoRAFactors
 from nnx_ext.lora._kinds import kind_of
 from nnx_ext.lora._layer import LoRALayer
@@ -126,9 +126,9 @@ def save_lora(
   if refused and not extensions:
     raise ValueError(
       f'save_lora: PEFT has no form for {len(refused)} of {len(layers)} '
-      f'adapters: {some(refused)}. With extensions=True these are written '
-      f'under keys that begin with {_peft.EXTENSION!r}, which only load_lora '
-      'reads.'
+      f'adapters: {_words.some(refused)}. With extensions=True these are '
+      f'written under keys that begin with {_peft.EXTENSION!r}, which only '
+      'load_lora reads.'
     )
   whole = names.whole(modules_to_save)
   for path in whole.values():

@@ -29,6 +29,7 @@ import numpy as np
 from flax import nnx
 
 import nnx_ext
+from tests.lora import subclasses
 
 RANK = 2
 
@@ -304,125 +305,15 @@ def assert_same(actual: dict, expected: dict) -> None:
     assert actual[path].tobytes() == expected[path].tobytes(), path
 
 
-# What users derive from the layers.
-
-
-class Relu(nnx.Linear):
-  """Calls the layer's own forward and does something with it."""
-
-  def __call__(self, x):
-    return nnx.relu(super().__call__(x))
-
-
-class Gated(nnx.Linear):
-  """Calls it twice, on different inputs."""
-
-  def __call__(self, x):
-    return jnp.tanh(super().__call__(x)) * super().__call__(jnp.flip(x, -1))
-
-
-class OwnForward(nnx.Linear):
-  """Reads the weight itself."""
-
-  def __call__(self, x):
-    return jnp.tanh(x @ self.kernel[...]) + self.bias[...].sum()
-
-
-class Both(nnx.Linear):
-  """Reads the weight and calls the layer's own forward."""
-
-  def __call__(self, x):
-    return super().__call__(x) * jnp.mean(self.kernel[...] ** 2)
-
-
-class Helper(nnx.Linear):
-  """Reads the weight in a method."""
-
-  def __call__(self, x):
-    return super().__call__(x) / self.size()
-
-  def size(self):
-    return jnp.sqrt(jnp.sum(self.kernel[...] ** 2))
-
-
-class Property(nnx.Linear):
-  """Reads the weight in a property."""
-
-  @property
-  def doubled(self):
-    return 2.0 * self.kernel
-
-  def __call__(self, x):
-    return x @ self.doubled
-
-
-class Normed:
-  """A mixin that is no Module."""
-
-  def normed(self):
-    return self.kernel[...] / jnp.max(jnp.abs(self.kernel[...]))
-
-
-class Mixed(Normed, nnx.Linear):
-  """Reads the weight in a method of a mixin."""
-
-  def __call__(self, x):
-    return x @ self.normed()
-
-
-class Derived(OwnForward):
-  """Inherits a forward of its own."""
-
-  def __call__(self, x):
-    return 3.0 * super().__call__(x)
-
-
-class Named(nnx.Linear):
-  """Calls the layer's own forward by its name."""
-
-  def __call__(self, x):
-    return 2.0 * nnx.Linear.__call__(self, x)
-
-
-class Jitted(nnx.Linear):
-  """Reads the weight in a method that is no plain function."""
-
-  @nnx.jit
-  def __call__(self, x):
-    return jnp.tanh(x @ self.kernel[...])
-
-
-class ScaledEmbed(nnx.Embed):
-  def __call__(self, ids):
-    return super().__call__(ids) * self.features**0.5
-
-
-class PooledConv(nnx.Conv):
-  def __call__(self, x):
-    return jnp.mean(jnp.tanh(super().__call__(x)), axis=1)
-
-
-class Tied(nnx.Module):
-  """Embeds ids and attends over the same embedding."""
-
-  def __init__(self, rngs):
-    self.embed = nnx.Embed(7, 5, rngs=rngs)
-
-  def __call__(self, ids):
-    return self.embed.attend(jnp.tanh(self.embed(ids)))
-
-
-class Attention(nnx.Module):
-  """Self-attention under a causal mask."""
-
-  def __init__(self, rngs):
-    self.attention = nnx.MultiHeadAttention(
-      2, 6, qkv_features=8, decode=False, rngs=rngs
-    )
-
-  def __call__(self, x):
-    return self.attention(x, mask=nnx.make_causal_mask(x[..., 0]))
-
+# The class of an adapted layer, by that of a plain one.
+CLASSES = {
+  nnx.Linear: nnx_ext.LoRALinear,
+  nnx.LinearGeneral: nnx_ext.LoRALinearGeneral,
+  nnx.Einsum: nnx_ext.LoRAEinsum,
+  nnx.Conv: nnx_ext.LoRAConv,
+  nnx.ConvTranspose: nnx_ext.LoRAConvTranspose,
+  nnx.Embed: nnx_ext.LoRAEmbed,
+}
 
 IDS = np.array([[0, 3, 3], [6, 1, -1]])
 
@@ -677,9 +568,9 @@ KINDS: dict[str, Kind] = {
   'attend_one': Kind(
     lambda rngs: nnx.Embed(1, 5, rngs=rngs), (2, 3, 5), _EMBED, _attend
   ),
-  'tied': Kind(Tied, IDS, {('embed',): _EMBED[()]}),
+  'tied': Kind(subclasses.Tied, IDS, {('embed',): _EMBED[()]}),
   'attention': Kind(
-    Attention,
+    subclasses.Attention,
     (2, 5, 6),
     {
       ('attention', 'query'): Weight('ir,rnh->inh'),
@@ -703,16 +594,20 @@ KINDS: dict[str, Kind] = {
     },
     tolerance=1e-4,
   ),
-  'user_relu': _linear(cls=Relu),
-  'user_gated': _linear(cls=Gated),
-  'user_own_forward': _own(OwnForward),
-  'user_both': _own(Both),
-  'user_helper': _own(Helper),
-  'user_property': _own(Property),
-  'user_mixin': _own(Mixed),
-  'user_derived': _own(Derived),
-  'user_named': _own(Named),
-  'user_jitted': _own(Jitted),
-  'user_embed': Kind(lambda rngs: ScaledEmbed(7, 5, rngs=rngs), IDS, _EMBED),
-  'user_conv': _layer(PooledConv, 4, 6, 3, x=(2, 8, 4), equation=_ONE),
+  'user_relu': _linear(cls=subclasses.Relu),
+  'user_gated': _linear(cls=subclasses.Gated),
+  'user_own_forward': _own(subclasses.OwnForward),
+  'user_both': _own(subclasses.Both),
+  'user_helper': _own(subclasses.Helper),
+  'user_property': _own(subclasses.Property),
+  'user_mixin': _own(subclasses.Mixed),
+  'user_derived': _own(subclasses.Derived),
+  'user_named': _own(subclasses.Named),
+  'user_jitted': _own(subclasses.Jitted),
+  'user_embed': Kind(
+    lambda rngs: subclasses.ScaledEmbed(7, 5, rngs=rngs), IDS, _EMBED
+  ),
+  'user_conv': _layer(
+    subclasses.PooledConv, 4, 6, 3, x=(2, 8, 4), equation=_ONE
+  ),
 }

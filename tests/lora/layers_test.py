@@ -18,19 +18,17 @@ W + s A B, which ``kinds`` writes down a second time.
 """
 
 import functools
-import typing as tp
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import parameterized
 from flax import nnx
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
 
 import nnx_ext
 from tests.lora import kinds
-from tests.lora.kinds import KINDS, Weight, at, is_key, noise
+from tests.lora.kinds import KINDS, at, is_key, noise
+from tests.lora.law import Results, results_of
 
 # Options, the scale that they mean at rank 2, and whether the start is exact.
 OPTIONS: dict[str, tuple[dict, float, bool]] = {
@@ -81,86 +79,6 @@ every_case = parameterized.named_parameters(
     for name in names
   ]
 )
-
-CLASSES = {
-  nnx.Linear: nnx_ext.LoRALinear,
-  nnx.LinearGeneral: nnx_ext.LoRALinearGeneral,
-  nnx.Einsum: nnx_ext.LoRAEinsum,
-  nnx.Conv: nnx_ext.LoRAConv,
-  nnx.ConvTranspose: nnx_ext.LoRAConvTranspose,
-  nnx.Embed: nnx_ext.LoRAEmbed,
-}
-
-
-class Run(tp.NamedTuple):
-  """What one run of a case gives.
-
-  ``actual`` and ``expected`` are outputs and gradients by the factors and, if
-  it is not ids, by the input. Weights are by the layer's path.
-  """
-
-  actual: tuple
-  expected: tuple
-  weights: dict
-  expected_weights: dict
-  merged: nnx.State
-  state: nnx.State
-
-
-class Results(tp.NamedTuple):
-  """A case at its start and somewhere else, from one compiled program."""
-
-  start: Run
-  moved: Run
-  graphdef: nnx.GraphDef
-  merged_graphdef: nnx.GraphDef
-
-
-def results_of(kind: kinds.Kind, options: dict, scale: float) -> Results:
-  plain, base = nnx.split(kind.model)
-  base, x, static = nnx.as_pure(base), kind.x, []
-  outputs = jax.eval_shape(lambda: kind.call(nnx.merge(plain, base), x))
-  cotangent = noise(outputs.shape, 2).astype(outputs.dtype)
-
-  def of(f, factors, x):
-    of_x = () if kind.of_ids else (x,)
-    y, pullback = jax.vjp(
-      lambda factors, *of_x: f(factors, *(of_x or (x,))), factors, *of_x
-    )
-    return y, pullback(cotangent)
-
-  def run(base, steps, x):
-    model = kind.apply(nnx.merge(plain, base), **options)
-    call, start = kind.of_factors(model)
-    values = jax.tree.map(jnp.add, start, steps)
-    oracle = kind.oracle(model, scale, base)
-    adapted = nnx.merge(*kinds.replaced(model, values))
-    merged = nnx_ext.merge_lora(adapted)
-    static[:] = nnx.graphdef(adapted), nnx.graphdef(merged)
-    weights, expected = {}, {}
-    for path, weight in kind.weights.items():
-      layer = at(adapted, path)
-      variable = getattr(layer, weight.attribute)[...]
-      weights[path] = layer.lora.weight(variable)
-      expected[path] = weight.effective(
-        variable,
-        at(values, (*path, 'lora')),
-        scale,
-        kinds.start(layer.lora),
-      )
-    return Run(
-      of(call, values, x),
-      of(oracle, values, x),
-      weights,
-      expected,
-      nnx.as_pure(nnx.state(merged)),
-      nnx.as_pure(nnx.state(adapted)),
-    )
-
-  steps = kinds.values(nnx.eval_shape(lambda: kind.apply(**options)))
-  zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), steps)
-  run = jax.jit(run)
-  return Results(run(base, zeros, x), run(base, steps, x), *static)
 
 
 @functools.cache
@@ -360,8 +278,8 @@ class SurgeryTest(parameterized.TestCase):
         weight.product, layer.lora.lora_a[...], layer.lora.lora_b[...]
       )
       self.assertEqual(product.shape, shape)
-      if type(plain) in CLASSES:
-        self.assertIs(type(layer), CLASSES[type(plain)])
+      if type(plain) in kinds.CLASSES:
+        self.assertIs(type(layer), kinds.CLASSES[type(plain)])
     self.assertEqual({path: x.shape for path, x in after.items()}, expected)
     # The base is shared, not copied.
     for path in before:
@@ -515,191 +433,3 @@ class StartTest(parameterized.TestCase):
     model = nnx_ext.apply_lora(model, rank=2, rngs=nnx.Rngs(1)).attention
     a, b = model.query.lora.lora_a[...], model.key.lora.lora_a[...]
     self.assertGreater(float(jnp.max(jnp.abs(a - b))), 1e-3)
-
-
-# Layers by their own constructors: class, arguments, options, input.
-CONSTRUCTED = {
-  'linear': (nnx.Linear, (5, 7), {'use_bias': False}, (3, 5)),
-  'general': (nnx.LinearGeneral, ((3, 4), 5), {'axis': (1, -1)}, (2, 3, 6, 4)),
-  'einsum': (
-    nnx.Einsum,
-    ('btd,dnh->btnh', (5, 3, 4), (3, 4)),
-    {},
-    (2, 6, 5),
-  ),
-  'conv': (nnx.Conv, (4, 6, 3), {'feature_group_count': 2}, (2, 8, 4)),
-  'transpose': (nnx.ConvTranspose, (4, 6, 3), {'strides': 2}, (2, 5, 4)),
-  'embed': (nnx.Embed, (7, 5), {}, kinds.IDS),
-}
-
-
-class ConstructorTest(parameterized.TestCase):
-  @each(CONSTRUCTED)
-  def test_is_the_plain_layer_with_an_adapter(self, name):
-    cls, args, options, shape = CONSTRUCTED[name]
-    plain = cls(*args, **options, rngs=nnx.Rngs(0))
-    layer = CLASSES[cls](
-      *args, **options, lora_rank=2, alpha=3.0, rngs=nnx.Rngs(0)
-    )
-    x = kinds.Kind(lambda _: plain, shape).x
-    before, after = kinds.leaves(plain), kinds.leaves(layer)
-    kinds.assert_same({path: after[path] for path in before}, before)
-    np.testing.assert_array_equal(layer(x), plain(x))
-    self.assertEqual(layer.lora.scale, 1.5)
-    adapted = nnx_ext.apply_lora(plain, rank=2, alpha=3.0, rngs=nnx.Rngs(1))
-    self.assertEqual(nnx.graphdef(layer), nnx.graphdef(adapted))
-    removed = nnx_ext.remove_lora(layer)
-    self.assertEqual(nnx.graphdef(removed), nnx.graphdef(plain))
-    kinds.move(layer)
-    merged = nnx_ext.merge_lora(layer)
-    kinds.assert_close(merged(x), layer(x))
-    self.assertEqual(nnx.graphdef(merged), nnx.graphdef(plain))
-
-  @parameterized.parameters(
-    {},
-    {'use_bias': False},
-    {'param_dtype': jnp.bfloat16, 'lora_param_dtype': jnp.bfloat16},
-    {'dtype': jnp.bfloat16, 'lora_dtype': jnp.bfloat16},
-    {'a_initializer': nnx.initializers.normal(2.0)},
-    {'b_initializer': nnx.initializers.normal(2.0)},
-    {'lora_param_type': nnx.Param},
-    {'a_metadata': {'color': 'red'}, 'b_metadata': {'color': 'blue'}},
-  )
-  def test_linear_is_compatible_with_flax(self, **options):
-    make = lambda cls: cls(5, 7, lora_rank=2, rngs=nnx.Rngs(3), **options)
-    theirs, ours = make(nnx.LoRALinear), make(nnx_ext.LoRALinear)
-    kinds.assert_same(kinds.leaves(ours), kinds.leaves(theirs))
-    describe = lambda layer: {
-      path: (type(v), v.get_metadata())
-      for path, v in nnx.iter_graph(layer)
-      if isinstance(v, nnx.Variable)
-    }
-    self.assertEqual(describe(ours), describe(theirs))
-
-    state = nnx.state(theirs)
-    state = jax.tree.map(
-      lambda v: noise(v.shape, v.size).astype(v.dtype), state
-    )
-    nnx.update(theirs, state)
-    nnx.update(ours, state)
-    x = noise((3, 5))
-    half = jnp.bfloat16 in options.values()
-    kinds.assert_close(ours(x), theirs(x), 2e-2 if half else 1e-6)
-
-  def test_options(self):
-    layer = nnx_ext.LoRALinear(
-      *(5, 7), lora_rank=2, dora=True, rslora=True, dropout=0.5,
-      rngs=nnx.Rngs(0),
-    )  # fmt: skip
-    self.assertEqual(layer.lora.magnitude.shape, (7,))
-    self.assertAlmostEqual(layer.lora.scale, 2**0.5)
-    self.assertIsInstance(layer.lora.dropout, nnx.Dropout)
-    layer = nnx_ext.LoRALinear(
-      5, 7, lora_rank=2, init='pissa', rngs=nnx.Rngs(0)
-    )
-    plain, x = nnx.Linear(5, 7, rngs=nnx.Rngs(0)), noise((3, 5))
-    kinds.assert_close(layer(x), plain(x))
-
-  def test_a_subclass_of_ours(self):
-    class Doubled(nnx_ext.LoRALinear):
-      def __call__(self, x):
-        return 2.0 * super().__call__(x)
-
-    layer = kinds.move(Doubled(5, 7, lora_rank=2, rngs=nnx.Rngs(0)))
-    x = noise((3, 5))
-    weight = layer.kernel[...] + layer.lora.lora_a @ layer.lora.lora_b
-    kinds.assert_close(layer(x), 2.0 * (x @ weight))
-
-
-@st.composite
-def equations(draw):
-  """An equation of Einsum, and the one of its factors."""
-  size = lambda least, most: draw(st.integers(least, most))
-  contracted, made = 'ijk'[: size(1, 2)], 'opq'[: size(1, 2)]
-  batch, rows = 'bc'[: size(0, 1)], 'tu'[: size(0, 2)]
-  order = lambda letters: ''.join(draw(st.permutations(list(letters))))
-  weight = order(contracted + made + batch)
-  x, y = order(contracted + batch + rows), order(made + batch + rows)
-  if draw(st.booleans()):
-    x, y = '...' + x, '...' + y
-  first = min(map(weight.index, made))
-  a = ''.join(
-    'r' if i == first else c
-    for i, c in enumerate(weight)
-    if i == first or c not in made
-  )
-  keep = lambda letters: ''.join(c for c in weight if c in letters)
-  b = keep(batch) + 'r' + keep(made)
-  return f'{x},{weight}->{y}', f'{a},{b}->{weight}', draw(st.booleans())
-
-
-FEW: dict[str, tp.Any] = {
-  'max_examples': 6,
-  'derandomize': True,
-  'deadline': None,
-  'database': None,
-  'phases': [Phase.generate],  # shrinking would compile hundreds of programs
-}
-
-SIZES = dict(zip('ijkopqbctu', (2, 3, 4, 3, 4, 5, 2, 3, 3, 2)))
-
-
-@st.composite
-def convolutions(draw):
-  """Arguments of Conv and the shape of an input."""
-  window = draw(st.lists(st.integers(1, 3), min_size=1, max_size=2))
-  groups = draw(st.sampled_from([1, 2, 4]))
-  each = lambda most: tuple(draw(st.integers(1, most)) for _ in window)
-  options = {
-    'strides': each(2),
-    'kernel_dilation': each(2),
-    'feature_group_count': groups,
-    'use_bias': draw(st.booleans()),
-    'padding': draw(
-      st.sampled_from(
-        ['SAME', 'VALID', 'CIRCULAR', 'REFLECT', 1, ((0, 2),) * len(window)]
-      )
-    ),
-  }
-  batch = draw(st.sampled_from([(), (2,), (2, 1)]))
-  shape = (*batch, *(6 for _ in window), 4)
-  return tuple(window), options, shape
-
-
-class RandomTest(parameterized.TestCase):
-  """Kinds that nobody thought of."""
-
-  def _check(self, kind, dora=False):
-    got = results_of(kind, {'dora': dora}, 1.0)
-    kinds.assert_close(got.start.actual, got.start.expected, 1e-4)
-    kinds.assert_close(got.moved.actual, got.moved.expected, 1e-4)
-    kinds.assert_close(got.moved.weights, got.moved.expected_weights, 1e-4)
-
-  @settings(**FEW)
-  @given(equations())
-  def test_einsum(self, drawn):
-    equation, factors, dora = drawn
-    x, letters, _ = equation.replace('->', ',').split(',')
-    shape = lambda letters: tuple(SIZES[c] for c in letters)
-    ellipsis = (2,) if '...' in x else ()
-    kind = kinds.Kind(
-      lambda rngs: nnx.Einsum(equation, shape(letters), rngs=rngs),
-      (*ellipsis, *shape(x.replace('...', ''))),
-      {(): Weight(factors)},
-    )
-    self._check(kind, dora)
-
-  @settings(**FEW)
-  @given(convolutions())
-  def test_conv(self, drawn):
-    window, options, shape = drawn
-    letters = 'hw'[: len(window)]
-    weight = Weight(
-      f'{letters}ir,ro->{letters}io', groups=options['feature_group_count']
-    )
-    kind = kinds.Kind(
-      lambda rngs: nnx.Conv(4, 8, window, rngs=rngs, **options),
-      shape,
-      {(): weight},
-    )
-    self._check(kind)

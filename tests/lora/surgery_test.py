@@ -24,7 +24,7 @@ from flax import nnx
 
 import nnx_ext
 from tests.errors import Snapshot
-from tests.lora import kinds
+from tests.lora import subclasses
 from tests.lora.files import adapt, make
 from tests.lora.kinds import KINDS, assert_close, assert_same, leaves, noise
 
@@ -372,12 +372,12 @@ class Named(nnx.Linear):
 
 class SubclassTest(parameterized.TestCase):
   @parameterized.parameters(
-    (kinds.Relu, nnx_ext.LoRALinear),
-    (kinds.OwnForward, nnx_ext.LoRALinear),
-    (kinds.Mixed, nnx_ext.LoRALinear),
-    (kinds.Derived, nnx_ext.LoRALinear),
-    (kinds.ScaledEmbed, nnx_ext.LoRAEmbed),
-    (kinds.PooledConv, nnx_ext.LoRAConv),
+    (subclasses.Relu, nnx_ext.LoRALinear),
+    (subclasses.OwnForward, nnx_ext.LoRALinear),
+    (subclasses.Mixed, nnx_ext.LoRALinear),
+    (subclasses.Derived, nnx_ext.LoRALinear),
+    (subclasses.ScaledEmbed, nnx_ext.LoRAEmbed),
+    (subclasses.PooledConv, nnx_ext.LoRAConv),
     (Named, nnx_ext.LoRALinear),
     (Named.Inner, nnx_ext.LoRAEmbed),
   )

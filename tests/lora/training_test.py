@@ -29,7 +29,7 @@ from flax import nnx
 
 import nnx_ext
 from tests import models
-from tests.lora import kinds
+from tests.lora import kinds, subclasses
 from tests.lora.kinds import Kind, Weight, noise
 
 MLP = Kind(
@@ -332,7 +332,7 @@ class KeptTest(parameterized.TestCase):
     self.assertIs(make('user_relu'), make('user_relu'))
     self.assertIsNot(make('user_relu'), make('user_gated'))
     self.assertIsNot(make('user_relu'), nnx_ext.LoRALinear)
-    self.assertIsInstance(kinds.KINDS['user_relu'].apply(), kinds.Relu)
+    self.assertIsInstance(kinds.KINDS['user_relu'].apply(), subclasses.Relu)
     self.assertIsInstance(kinds.KINDS['user_relu'].apply(), nnx_ext.LoRALinear)
 
 
