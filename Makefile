@@ -10,7 +10,7 @@ SETS := demo test interop lint bench docs
 STAMPS := $(foreach set,$(SETS),$(VENV)/$(set)/.stamp)
 EXTRAS_demo := examples
 EXTRAS_test := test,examples
-EXTRAS_interop := test,examples,interop
+EXTRAS_interop := test,interop
 EXTRAS_lint := lint
 EXTRAS_bench := bench
 EXTRAS_docs := docs,test
@@ -26,11 +26,12 @@ demo: $(VENV)/demo/.stamp
 test: $(VENV)/test/.stamp
 	$(VENV)/test/bin/python -m pytest -n $(JOBS) --dist loadscope --ignore=tests/interop $(ARGS)
 
-# Without the examples and what only they need.
+# Without the examples and what only they need, and without the bars, which
+# are the same for every version.
 test-core: EXTRAS_test := test
 test-core: NO_DEPS_test :=
 test-core: $(VENV)/test/.stamp
-	$(VENV)/test/bin/python -m pytest -n $(JOBS) --dist loadscope --ignore=tests/interop --ignore=tests/examples $(ARGS)
+	$(VENV)/test/bin/python -m pytest -n $(JOBS) --dist loadscope --ignore=tests/interop --ignore=tests/examples --ignore-glob="*bars_test.py" $(ARGS)
 
 # Against the libraries whose files and models we read and write.
 interop: $(VENV)/interop/.stamp
