@@ -34,9 +34,9 @@ package with the encoder only files are read; its code would need PyTorch::
   python docs/examples/lora_minilm.py
 
 It prints what each way costs and how its predictions of held-out words
-correlate with the ratings: 0.77 frozen, and 0.81 to 0.83 over three seeds both
-with LoRA and in full. LoRA trains 1.5 % of the parameters, takes 135 MB for
-temporaries and optimizer where full takes 350 MB, and three quarters of the
+correlate with the ratings: 0.77 frozen and, over three seeds, 0.81 to 0.82 with
+LoRA and 0.81 to 0.83 in full. LoRA trains 1.5 % of the parameters, takes 135 MB
+for temporaries and optimizer where full takes 350 MB, and three quarters of the
 time a step. The program also plots the predictions, shows that ``merge_lora``
 keeps them, and with ``--save`` writes an adapter that PEFT loads.
 
@@ -76,9 +76,8 @@ EPSILON = 1e-12
 LENGTH = 6  # of a term, in tokens; 1 term in 100 is longer and cut off
 BATCH_SIZE = 64
 
-# The best of a few that were tried, by the loss on validation terms, on earlier
-# draws of the split: some of what is now the test was among those terms.
-LEARNING_RATES = {'frozen': 0.05, 'LoRA': 5e-3, 'full': 3e-4}  # fall to zero
+# The best of a few that were tried, by the loss on the validation terms.
+LEARNING_RATES = {'frozen': 0.05, 'LoRA': 1e-2, 'full': 2e-4}  # fall to zero
 RANK = 8
 HEAD = nnx.PathContains('head')
 TRAINABLE = {
