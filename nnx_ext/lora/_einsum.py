@@ -14,6 +14,7 @@
 """Einsum equations of an input and a weight, taken apart by its axes."""
 
 import dataclasses
+import functools
 import string
 import typing as tp
 
@@ -33,6 +34,7 @@ class Equation:
   outputs: tuple[str, ...]
 
   @classmethod
+  @functools.cache  # a layer asks at each call
   def parse(cls, text: str) -> 'Equation':
     terms, outputs = text.replace(' ', '').split('->')
     return cls(*map(_letters, (*terms.split(','), outputs)))

@@ -119,9 +119,9 @@ class LoRALayer(nnx.Module):
     forward = kind.plain.__call__
     if lora.disabled:
       return forward(self, inputs, **options)
-    weight = kind.weight(self)[...]
     if self._needs_whole(options):
-      whole = Seen(self, {kind.weight_name: lora.weight(weight)})
+      weight = lora.weight(kind.weight(self)[...])
+      whole = Seen(self, {kind.weight_name: weight})
       return forward(whole, inputs, **options)
     a, b = lora.pair()
     hidden = self._hidden(inputs, a, options) * lora.scale
@@ -130,7 +130,8 @@ class LoRALayer(nnx.Module):
       outputs = forward(self, inputs, **options)
       return outputs + delta.astype(outputs.dtype)
     bare = forward(Seen(self, _NO_BIAS), inputs, **options)
-    along = self._along_outputs(lora.direction_scale(weight), bare)
+    along = lora.direction_scale(kind.weight(self)[...])
+    along = self._along_outputs(along, bare)
     outputs = ((bare + delta) * along).astype(bare.dtype)
     return self._plus_bias(outputs)
 
@@ -150,11 +151,11 @@ class LoRALayer(nnx.Module):
     """The layer's own forward with A in the place of the weight."""
     seen = self._seen_with(a, self._dtype(inputs))
     inputs = self._dropped(inputs)
-    if not self._sums_last_axis():
-      return self._kind.plain.__call__(seen, inputs, **self._of_rank(options))
-    rows, unflatten = flatten(inputs)
-    hidden = self._kind.plain.__call__(seen, rows, **self._of_rank(options))
-    return unflatten(hidden)
+    unflatten = lambda hidden: hidden
+    if self._sums_last_axis():
+      inputs, unflatten = flatten(inputs)
+    forward = self._kind.plain.__call__
+    return unflatten(forward(seen, inputs, **self._of_rank(options)))
 
   def _seen_with(self, a: Array, dtype: tp.Any, **others: tp.Any) -> 'Seen':
     values = {
@@ -194,7 +195,7 @@ class LoRALayer(nnx.Module):
   def _expand(self, hidden: Array, b: Array, options: CallOptions) -> Outputs:
     """What B makes of the hidden activations."""
     batch = tuple(range(self.lora.axes.kinds.count('b')))
-    unflatten = None
+    unflatten = lambda outputs: outputs
     if not batch:
       hidden, unflatten = flatten(hidden)
     contract = (hidden.ndim - 1,), (len(batch),)
@@ -205,7 +206,7 @@ class LoRALayer(nnx.Module):
       precision=self.precision,
       **options,
     )
-    return unflatten(outputs) if unflatten else outputs
+    return unflatten(outputs)
 
   def _along_outputs(self, value: Array, outputs: Array) -> Array:
     """A value for each made feature, so that it broadcasts to the outputs."""
@@ -259,8 +260,11 @@ def flatten(x: Array) -> tuple[Array, tp.Callable[[Array], Array]]:
   backends do without, and where a mesh is set the axes may be sharded apart.
   """
   leading = x.shape[:-1]
-  is_local = jax.sharding.get_abstract_mesh().empty
-  if len(leading) < 2 or not is_local or jax.default_backend() != 'cpu':
+  if (
+    len(leading) < 2
+    or jax.default_backend() != 'cpu'
+    or not jax.sharding.get_abstract_mesh().empty
+  ):
     return x, lambda rows: rows
   rows = x.reshape(-1, x.shape[-1])
   return rows, lambda rows: rows.reshape(*leading, *rows.shape[1:])

@@ -68,8 +68,6 @@ def start(
 
 def _draw(initializer, key, stack, shape, dtype) -> Array:
   """Values for each of the stacked layers, from keys of their own."""
-  if not stack:
-    return initializer(key, shape, dtype)
   draw = lambda key: initializer(key, shape, dtype)
   for size in reversed(stack):
     draw = _draw_each(draw, size)

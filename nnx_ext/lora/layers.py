@@ -321,12 +321,12 @@ class LoRAEmbed(LoRALayer, nnx.Embed):
     options = given(out_sharding=out_sharding)
     if lora.disabled:
       return attend(self, query, **options)
-    weight = self.embedding[...]
     if self._needs_whole(options):
-      whole = Seen(self, {'embedding': lora.weight(weight)})
+      whole = Seen(self, {'embedding': lora.weight(self.embedding[...])})
       return attend(whole, query, **options)
     if lora.magnitude is not None:
-      along = self._along_outputs(lora.direction_scale(weight), query)
+      along = lora.direction_scale(self.embedding[...])
+      along = self._along_outputs(along, query)
       query = (query * along).astype(query.dtype)
     a, b = lora.pair()
     dropped = super()._dropped(query)

@@ -20,8 +20,8 @@ from absl.testing import parameterized
 from flax import nnx
 
 import nnx_ext
-from tests.lora import kinds
-from tests.lora.kinds import noise
+from tests.lora import kinds, trees
+from tests.lora.trees import noise
 
 
 def each(names):
@@ -55,17 +55,17 @@ class ConstructorTest(parameterized.TestCase):
       *args, **options, lora_rank=2, alpha=3.0, rngs=nnx.Rngs(0)
     )
     x = kinds.Kind(lambda _: plain, shape).x
-    before, after = kinds.leaves(plain), kinds.leaves(layer)
-    kinds.assert_same({path: after[path] for path in before}, before)
+    before, after = trees.leaves(plain), trees.leaves(layer)
+    trees.assert_same({path: after[path] for path in before}, before)
     np.testing.assert_array_equal(layer(x), plain(x))
     self.assertEqual(layer.lora.scale, 1.5)
     adapted = nnx_ext.apply_lora(plain, rank=2, alpha=3.0, rngs=nnx.Rngs(1))
     self.assertEqual(nnx.graphdef(layer), nnx.graphdef(adapted))
     removed = nnx_ext.remove_lora(layer)
     self.assertEqual(nnx.graphdef(removed), nnx.graphdef(plain))
-    kinds.move(layer)
+    trees.move(layer)
     merged = nnx_ext.merge_lora(layer)
-    kinds.assert_close(merged(x), layer(x))
+    trees.assert_close(merged(x), layer(x))
     self.assertEqual(nnx.graphdef(merged), nnx.graphdef(plain))
 
   @parameterized.parameters(
@@ -81,7 +81,7 @@ class ConstructorTest(parameterized.TestCase):
   def test_linear_is_compatible_with_flax(self, **options):
     make = lambda cls: cls(5, 7, lora_rank=2, rngs=nnx.Rngs(3), **options)
     theirs, ours = make(nnx.LoRALinear), make(nnx_ext.LoRALinear)
-    kinds.assert_same(kinds.leaves(ours), kinds.leaves(theirs))
+    trees.assert_same(trees.leaves(ours), trees.leaves(theirs))
     describe = lambda layer: {
       path: (type(v), v.get_metadata())
       for path, v in nnx.iter_graph(layer)
@@ -97,7 +97,7 @@ class ConstructorTest(parameterized.TestCase):
     nnx.update(ours, state)
     x = noise((3, 5))
     half = jnp.bfloat16 in options.values()
-    kinds.assert_close(ours(x), theirs(x), 2e-2 if half else 1e-6)
+    trees.assert_close(ours(x), theirs(x), 2e-2 if half else 1e-6)
 
   def test_options(self):
     layer = nnx_ext.LoRALinear(
@@ -111,14 +111,14 @@ class ConstructorTest(parameterized.TestCase):
       5, 7, lora_rank=2, init='pissa', rngs=nnx.Rngs(0)
     )
     plain, x = nnx.Linear(5, 7, rngs=nnx.Rngs(0)), noise((3, 5))
-    kinds.assert_close(layer(x), plain(x))
+    trees.assert_close(layer(x), plain(x))
 
   def test_a_subclass_of_ours(self):
     class Doubled(nnx_ext.LoRALinear):
       def __call__(self, x):
         return 2.0 * super().__call__(x)
 
-    layer = kinds.move(Doubled(5, 7, lora_rank=2, rngs=nnx.Rngs(0)))
+    layer = trees.move(Doubled(5, 7, lora_rank=2, rngs=nnx.Rngs(0)))
     x = noise((3, 5))
     weight = layer.kernel[...] + layer.lora.lora_a @ layer.lora.lora_b
-    kinds.assert_close(layer(x), 2.0 * (x @ weight))
+    trees.assert_close(layer(x), 2.0 * (x @ weight))

@@ -20,9 +20,9 @@ from flax import nnx
 
 import nnx_ext
 from tests import models
-from tests.lora import kinds, steps
-from tests.lora.kinds import noise
+from tests.lora import kinds, steps, trees
 from tests.lora.steps import X, every_mode, every_way
+from tests.lora.trees import noise
 
 
 class DropoutTest(parameterized.TestCase):
@@ -34,20 +34,20 @@ class DropoutTest(parameterized.TestCase):
     }
 
   def test_on_the_input_of_the_adapter(self):
-    model = kinds.move(kinds.KINDS['linear'].apply(dropout=0.5, alpha=3.0))
+    model = trees.move(kinds.KINDS['linear'].apply(dropout=0.5, alpha=3.0))
     x, lora = kinds.KINDS['linear'].x, model.lora
     dropped = nnx.clone(lora.dropout)(x)
     base = kinds.KINDS['linear'].model(x)
     expected = base + 1.5 * (dropped @ lora.lora_a) @ lora.lora_b
     first, second = model(x), model(x)
-    kinds.assert_close(first, expected)
+    trees.assert_close(first, expected)
     self.assertGreater(float(jnp.max(jnp.abs(first - second))), 1e-2)
 
   def test_eval_is_the_merged_model(self):
     model = steps.adapted(dropout=0.5)
     merged = nnx_ext.merge_lora(model)
     model.eval()
-    kinds.assert_close(model(X), merged(X))
+    trees.assert_close(model(X), merged(X))
     before = self._counts(model)
     model(X)
     self.assertEqual(self._counts(model), before)
@@ -61,18 +61,18 @@ class DropoutTest(parameterized.TestCase):
     kind = kinds.KINDS[name]
     first, second, outputs, merged = _with_dropout(kind, kind.x)
     self.assertGreater(float(jnp.max(jnp.abs(first - second))), 1e-3)
-    kinds.assert_close(outputs, merged, kind.tolerance)
+    trees.assert_close(outputs, merged, kind.tolerance)
 
   def test_none_on_ids(self):
     kind = kinds.KINDS['embed']
-    model = kinds.move(kind.apply(dropout=0.5))
-    kinds.assert_close(model(kind.x), nnx_ext.merge_lora(model)(kind.x))
+    model = trees.move(kind.apply(dropout=0.5))
+    trees.assert_close(model(kind.x), nnx_ext.merge_lora(model)(kind.x))
 
   @every_mode
   def test_own_stream(self, mode):
     rngs = nnx.Rngs(params=0, dropout=1)
     plain = models.MLP(4, 3, dropout=0.5, rngs=rngs)
-    model = kinds.move(steps.apply(plain, dropout=0.5))
+    model = trees.move(steps.apply(plain, dropout=0.5))
     before = self._counts(model)
     step = nnx.jit(lambda model, x: model(x), **models.MODES[mode])
     first, second = step(model, X), step(model, X)
@@ -82,13 +82,13 @@ class DropoutTest(parameterized.TestCase):
     # The model's own dropout draws what it drew.
     with nnx_ext.lora_disabled(model):
       plain(X), plain(X)
-      kinds.assert_close(model(X), plain(X), 0.0)
+      trees.assert_close(model(X), plain(X), 0.0)
 
   @every_way
   def test_in_scanned_layers(self, way, mode):
     model = steps.stack(way, dropout=0.5)
     # The same factors in each layer: only the masks differ.
-    for param in kinds.factors(model).values():
+    for param in trees.factors(model).values():
       param.set_value(jnp.stack([noise(param.shape[1:], param.ndim)] * 3))
 
     @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0),
@@ -105,13 +105,13 @@ class DropoutTest(parameterized.TestCase):
     model.eval()
     merged = nnx_ext.merge_lora(model)
     call = steps.trunk(mode)
-    kinds.assert_close(call(model, X), call(merged, X))
+    trees.assert_close(call(model, X), call(merged, X))
 
   def test_in_a_recurrent_cell(self):
     kind = kinds.KINDS['simple_cell']
     first, second, outputs, merged = _with_dropout(kind, kind.x)
     self.assertGreater(float(jnp.max(jnp.abs(first - second))), 1e-3)
-    kinds.assert_close(outputs, merged, kind.tolerance)
+    trees.assert_close(outputs, merged, kind.tolerance)
 
   def test_a_mask_for_each_step_of_a_recurrent_cell(self):
     # The same input at each step and nothing recurrent.
@@ -135,7 +135,7 @@ def _with_dropout(kind, x, change=lambda model: None):
 
   @jax.jit
   def run(base, x):
-    model = kinds.move(kind.apply(nnx.merge(plain, base), dropout=0.5))
+    model = trees.move(kind.apply(nnx.merge(plain, base), dropout=0.5))
     change(model)
     first, second = kind.call(model, x), kind.call(model, x)
     merged = kind.call(nnx_ext.merge_lora(model), x)

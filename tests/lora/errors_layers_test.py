@@ -32,7 +32,7 @@ from tests.lora.errors import (
   linear,
   spelled,
 )
-from tests.lora.kinds import fill
+from tests.lora.trees import fill
 
 
 class OwnLoRA(nnx.Linear):

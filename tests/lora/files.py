@@ -26,7 +26,7 @@ from flax import nnx
 
 import nnx_ext
 from tests.errors import ErrorsTestCase
-from tests.lora.kinds import assert_same, fill, leaves, move, noise
+from tests.lora.trees import assert_same, fill, leaves, move, noise
 
 CONFIG, MODEL = 'adapter_config.json', 'adapter_model.safetensors'
 PREFIX = 'base_model.model.'

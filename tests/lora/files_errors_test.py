@@ -32,7 +32,7 @@ from tests.lora.files import (
   tensors,
   write,
 )
-from tests.lora.kinds import assert_close, leaves, noise
+from tests.lora.trees import assert_close, leaves, noise
 
 BOTH = {**pair('lin', (3, 4)), **pair('net.lin', (4, 5), seed=3)}
 

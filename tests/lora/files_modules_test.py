@@ -33,7 +33,7 @@ from tests.lora.files import (
   same,
   tensors,
 )
-from tests.lora.kinds import assert_close, assert_same, leaves, noise
+from tests.lora.trees import assert_close, assert_same, leaves, noise
 
 LINEAR = nnx.PathContains('lin')
 

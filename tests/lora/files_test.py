@@ -21,7 +21,7 @@ from absl.testing import parameterized
 from flax import nnx
 
 import nnx_ext
-from tests.lora import kinds
+from tests.lora import trees
 from tests.lora.files import (
   PREFIX,
   FilesTestCase,
@@ -33,7 +33,8 @@ from tests.lora.files import (
   same,
   tensors,
 )
-from tests.lora.kinds import KINDS, assert_close, assert_same, leaves, noise
+from tests.lora.kinds import KINDS
+from tests.lora.trees import assert_close, assert_same, leaves, noise
 
 # Kinds of layers, and whether only nnx_ext has a form for them.
 EXTENDED: dict[str, bool] = {
@@ -80,7 +81,7 @@ class RoundTripTest(FilesTestCase):
   @parameterized.product(name=list(EXTENDED))
   def test_kind(self, name):
     kind, extended = KINDS[name], EXTENDED[name]
-    model = kinds.move(kind.apply())
+    model = trees.move(kind.apply())
     if extended:
       with self.refused(ValueError, 'save_lora', 'extensions=True'):
         nnx_ext.save_lora(model, self.directory, rename=in_net)
@@ -118,7 +119,7 @@ class RoundTripTest(FilesTestCase):
   )
   def test_option(self, name, options):
     kind = KINDS[name]
-    model = kinds.move(kind.apply(**options))
+    model = trees.move(kind.apply(**options))
     directory = self.saved(model, rename=in_net, extensions=True)
     loaded = nnx_ext.load_lora(kind.model, directory, rename=in_net)
     if 'param_dtype' in options:

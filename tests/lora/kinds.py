@@ -29,7 +29,7 @@ import numpy as np
 from flax import nnx
 
 import nnx_ext
-from tests.lora import subclasses
+from tests.lora import subclasses, trees
 
 RANK = 2
 
@@ -126,7 +126,7 @@ class Kind:
   def x(self) -> jax.Array:
     if isinstance(self.shape, np.ndarray):
       return jnp.asarray(self.shape)
-    return noise(self.shape, 1).astype(self.dtype)
+    return trees.noise(self.shape, 1).astype(self.dtype)
 
   @property
   def half(self) -> bool:
@@ -142,14 +142,14 @@ class Kind:
 
     Its Params are random numbers of numpy, biases too: nothing to compile.
     """
-    return fill(nnx.eval_shape(lambda: self.build(nnx.Rngs(0))))
+    return trees.fill(nnx.eval_shape(lambda: self.build(nnx.Rngs(0))))
 
   def apply(self, model=None, **options) -> nnx.Module:
     """The adapted model, its A from numpy unless ``options`` start it."""
     model = self.model if model is None else model
     options = {'rank': RANK, 'rngs': nnx.Rngs(1), **options}
     if not options.get('init'):
-      random = lambda key, shape, dtype: noise(shape, 3).astype(dtype)
+      random = lambda key, shape, dtype: trees.noise(shape, 3).astype(dtype)
       zeros = lambda key, shape, dtype: jax.device_put(np.zeros(shape, dtype))
       embedding = {w.attribute for w in self.weights.values()} == {'embedding'}
       a, b = (zeros, random) if embedding else (random, zeros)
@@ -174,15 +174,18 @@ class Kind:
     only for what was taken off at its start.
     """
     graphdef = nnx.graphdef(self.model)
-    starts = {path: start(at(model, path).lora) for path in self.weights}
+    starts = {path: start(trees.at(model, path).lora) for path in self.weights}
 
     def call(factors, x):
       plain = nnx.merge(graphdef, base)
       for path, weight in self.weights.items():
-        variable = getattr(at(plain, path), weight.attribute)
+        variable = getattr(trees.at(plain, path), weight.attribute)
         variable.set_value(
           weight.effective(
-            variable[...], at(factors, (*path, 'lora')), scale, starts[path]
+            variable[...],
+            trees.at(factors, (*path, 'lora')),
+            scale,
+            starts[path],
           )
         )
       return self.call(plain, x)
@@ -194,115 +197,6 @@ def start(lora):
   if getattr(lora, 'start_a', None) is None:
     return None
   return lora.start_a[...], lora.start_b[...]
-
-
-def at(tree, path: Path):
-  """What a module or a dict holds at a path."""
-  for key in path:
-    tree = tree[key] if isinstance(tree, dict) else getattr(tree, key)
-  return tree
-
-
-def noise(shape, seed: int = 0) -> jax.Array:
-  values = np.random.RandomState(seed).normal(size=shape)
-  return jax.device_put(values.astype(np.float32))
-
-
-def built(make: tp.Callable[[], nnx.Module]) -> nnx.Module:
-  """A model made by one compiled program, which is quicker than many."""
-  graphdefs = []
-
-  @jax.jit
-  def run():
-    graphdef, state = nnx.split(make())
-    graphdefs.append(graphdef)
-    return nnx.as_pure(state)
-
-  state = run()
-  return nnx.merge(graphdefs[0], state)
-
-
-def fill(abstract: nnx.Module) -> nnx.Module:
-  """An abstract model made concrete, also where something is traced."""
-  graphdef, state = nnx.split(abstract)
-  flat = nnx.to_flat_state(nnx.as_pure(state))
-  with jax.ensure_compile_time_eval():
-    values = [_value(path[-1], x, i) for i, (path, x) in enumerate(flat)]
-  state = nnx.from_flat_state(zip([path for path, _ in flat], values))
-  return nnx.merge(graphdef, state)
-
-
-def is_key(x) -> bool:
-  return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
-def _value(name, x, seed):
-  if is_key(x):
-    return jax.random.key(seed)
-  if not jnp.issubdtype(x.dtype, jnp.floating):
-    return jax.device_put(np.zeros(x.shape, x.dtype))
-  value = np.asarray(noise(x.shape, 50 + seed))
-  value = {'mask': value > 0, 'kernel': 0.5 * value}.get(name, value)
-  return jax.device_put(value.astype(x.dtype))
-
-
-def values(model: nnx.Module):
-  """Values of its LoRAParams that are none of a start's, as a dict."""
-  flat = nnx.to_flat_state(nnx.state(model, nnx.LoRAParam))
-  return nnx.to_pure_dict(
-    nnx.from_flat_state(
-      [
-        (path, noise(param.shape, 100 + i).astype(param.dtype))
-        for i, (path, param) in enumerate(flat)
-      ]
-    )
-  )
-
-
-def replaced(model: nnx.Module, values) -> tuple[nnx.GraphDef, tp.Any, tp.Any]:
-  """The model split, with other values of its LoRAParams."""
-  graphdef, _, rest = nnx.split(model, nnx.LoRAParam, ...)
-  return graphdef, values, nnx.as_pure(rest)
-
-
-def move(model: nnx.Module) -> nnx.Module:
-  """Every LoRAParam moved to somewhere else, in place."""
-  nnx.update(model, values(model))
-  return model
-
-
-def factors(model: nnx.Module) -> dict[Path, nnx.Variable]:
-  return {
-    path: node
-    for path, node in nnx.iter_graph(model)
-    if isinstance(node, nnx.LoRAParam)
-  }
-
-
-def leaves(model: nnx.Module) -> dict[Path, np.ndarray]:
-  """A model's values by path, keys as numbers."""
-  return {
-    path: np.asarray(jax.random.key_data(x) if is_key(x) else x)
-    for path, x in nnx.to_flat_state(nnx.as_pure(nnx.state(model)))
-  }
-
-
-def assert_close(actual, expected, tolerance: float = 2e-5) -> None:
-  """Close relative to the largest entry of each leaf."""
-  assert jax.tree.structure(actual) == jax.tree.structure(expected)
-  for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected)):
-    assert a.shape == e.shape and a.dtype == e.dtype, (a, e)
-    a, e = np.asarray(a, np.float32), np.asarray(e, np.float32)
-    largest = max(float(np.max(np.abs(e), initial=0.0)), 1e-3)
-    np.testing.assert_allclose(a, e, rtol=0, atol=tolerance * largest)
-
-
-def assert_same(actual: dict, expected: dict) -> None:
-  """Equal bit for bit, and at the same paths."""
-  assert list(actual) == list(expected), (list(actual), list(expected))
-  for path in expected:
-    assert actual[path].dtype == expected[path].dtype, path
-    assert actual[path].tobytes() == expected[path].tobytes(), path
 
 
 # The class of an adapted layer, by that of a plain one.
@@ -353,7 +247,7 @@ def _bidirectional(rngs):
 
 def _mask(*shape):
   """Keeps about half of the entries."""
-  return (noise(shape, 5) > 0).astype(jnp.float32)
+  return (trees.noise(shape, 5) > 0).astype(jnp.float32)
 
 
 _ONE, _TWO, _THREE = 'kir,ro->kio', 'hwir,ro->hwio', 'xyzir,ro->xyzio'

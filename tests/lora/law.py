@@ -21,8 +21,8 @@ import numpy as np
 from flax import nnx
 
 import nnx_ext
-from tests.lora import kinds
-from tests.lora.kinds import at, noise
+from tests.lora import kinds, trees
+from tests.lora.trees import at, noise
 
 
 class Run(tp.NamedTuple):
@@ -67,7 +67,7 @@ def results_of(kind: kinds.Kind, options: dict, scale: float) -> Results:
     call, start = kind.of_factors(model)
     values = jax.tree.map(jnp.add, start, steps)
     oracle = kind.oracle(model, scale, base)
-    adapted = nnx.merge(*kinds.replaced(model, values))
+    adapted = nnx.merge(*trees.replaced(model, values))
     merged = nnx_ext.merge_lora(adapted)
     static[:] = nnx.graphdef(adapted), nnx.graphdef(merged)
     weights, expected = {}, {}
@@ -90,7 +90,7 @@ def results_of(kind: kinds.Kind, options: dict, scale: float) -> Results:
       nnx.as_pure(nnx.state(adapted)),
     )
 
-  steps = kinds.values(nnx.eval_shape(lambda: kind.apply(**options)))
+  steps = trees.values(nnx.eval_shape(lambda: kind.apply(**options)))
   zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), steps)
   run = jax.jit(run)
   return Results(run(base, zeros, x), run(base, steps, x), *static)

@@ -26,9 +26,10 @@ from absl.testing import parameterized
 from flax import nnx
 
 import nnx_ext
-from tests.lora import kinds
-from tests.lora.kinds import KINDS, at, is_key, noise
+from tests.lora import kinds, trees
+from tests.lora.kinds import KINDS
 from tests.lora.law import Results, results_of
+from tests.lora.trees import at, is_key, noise
 
 # Options, the scale that they mean at rank 2, and whether the start is exact.
 OPTIONS: dict[str, tuple[dict, float, bool]] = {
@@ -97,12 +98,12 @@ class LawTest(parameterized.TestCase):
       for path, weight in kind.weights.items()
     }
     tolerance = 1e-2 if kind.half else 1e-5
-    kinds.assert_close(
+    trees.assert_close(
       got.start.expected_weights, weights, 0.0 if exact else tolerance
     )
     # Where the weight is materialised the compiler may fuse it.
     exact = exact and kind.factored
-    kinds.assert_close(
+    trees.assert_close(
       got.start.actual[0], got.start.expected[0], 0.0 if exact else tolerance
     )
     self.assertGreater(distance(got.start.actual[0], got.moved.actual[0]), 1e-2)
@@ -110,13 +111,13 @@ class LawTest(parameterized.TestCase):
   @every_case
   def test_outputs(self, name, option):
     got = results(name, option).moved
-    kinds.assert_close(got.actual[0], got.expected[0], KINDS[name].tolerance)
+    trees.assert_close(got.actual[0], got.expected[0], KINDS[name].tolerance)
 
   @every_case
   def test_gradients(self, name, option):
     got, tolerance = results(name, option), KINDS[name].tolerance
-    kinds.assert_close(got.start.actual[1], got.start.expected[1], tolerance)
-    kinds.assert_close(got.moved.actual[1], got.moved.expected[1], tolerance)
+    trees.assert_close(got.start.actual[1], got.start.expected[1], tolerance)
+    trees.assert_close(got.moved.actual[1], got.moved.expected[1], tolerance)
     for leaf in jax.tree.leaves(got.moved.expected[1]):
       self.assertGreater(distance(leaf, 0.0), 1e-3)
 
@@ -132,24 +133,24 @@ class LawTest(parameterized.TestCase):
     tolerance = 1e-2 if kind.half else 2e-5
     for path, weight in kind.weights.items():
       base.pop((*path, weight.attribute))
-      kinds.assert_close(
+      trees.assert_close(
         merged.pop((*path, weight.attribute)),
         got.moved.expected_weights[path],
         tolerance,
       )
-    kinds.assert_same(merged, base)
-    kinds.assert_close(got.moved.weights, got.moved.expected_weights, tolerance)
+    trees.assert_same(merged, base)
+    trees.assert_close(got.moved.weights, got.moved.expected_weights, tolerance)
 
   @every_case
   def test_removed(self, name, option):
     kind, got = KINDS[name], results(name, option)
     model = nnx.merge(got.graphdef, got.moved.state)
-    before = kinds.leaves(model)
+    before = trees.leaves(model)
     removed = nnx_ext.remove_lora(model)
     self.assertEqual(nnx.graphdef(removed), nnx.graphdef(kind.model))
-    kinds.assert_same(kinds.leaves(removed), kinds.leaves(kind.model))
+    trees.assert_same(trees.leaves(removed), trees.leaves(kind.model))
     self.assertEqual(nnx.graphdef(model), got.graphdef)
-    kinds.assert_same(kinds.leaves(model), before)
+    trees.assert_same(trees.leaves(model), before)
 
   @each(name for name in KINDS if KINDS[name].factored)
   def test_no_gradient_of_the_weight(self, name):
@@ -176,7 +177,7 @@ def flat(state) -> dict:
 def made_by_gradients(name):
   """What is made of the weight's shape, by the layer and by the oracle."""
   kind = KINDS[name]
-  model = kinds.fill(nnx.eval_shape(kind.apply))
+  model = trees.fill(nnx.eval_shape(kind.apply))
   shapes = [
     getattr(at(kind.model, path), weight.attribute).shape
     for path, weight in kind.weights.items()
@@ -254,14 +255,14 @@ class SurgeryTest(parameterized.TestCase):
   @every_kind
   def test_apply(self, name):
     kind = KINDS[name]
-    graphdef, before = nnx.graphdef(kind.model), kinds.leaves(kind.model)
+    graphdef, before = nnx.graphdef(kind.model), trees.leaves(kind.model)
     model = kind.apply()
     self.assertEqual(nnx.graphdef(kind.model), graphdef)
-    kinds.assert_same(kinds.leaves(kind.model), before)
+    trees.assert_same(trees.leaves(kind.model), before)
 
-    after = kinds.leaves(model)
+    after = trees.leaves(model)
     kept = {path: after.pop(path) for path in before}
-    kinds.assert_same(kept, before)
+    trees.assert_same(kept, before)
     expected = {}
     for path, weight in kind.weights.items():
       layer, plain = at(model, path), at(kind.model, path)
@@ -293,7 +294,7 @@ class SurgeryTest(parameterized.TestCase):
   )
   def test_merge_is_traced_and_differentiated(self, name):
     kind = KINDS[name]
-    model = kinds.move(kind.apply(alpha=3.0))
+    model = trees.move(kind.apply(alpha=3.0))
     graphdef, factors, rest = nnx.split(model, nnx.LoRAParam, ...)
 
     def through_merge(factors):
@@ -310,20 +311,20 @@ class SurgeryTest(parameterized.TestCase):
 
     outputs = jax.eval_shape(kind.call, kind.model, kind.x)
     factors, cotangent = nnx.to_pure_dict(factors), noise(outputs.shape, 2)
-    kinds.assert_close(*jax.jit(both)(factors, cotangent))
+    trees.assert_close(*jax.jit(both)(factors, cotangent))
 
   @each(['linear', 'embed', 'user_relu', 'user_both'])
   def test_merge(self, name):
     # Not traced: the model and what shares its buffers stay as they are.
     kind = KINDS[name]
-    model = kinds.move(kind.apply())
+    model = trees.move(kind.apply())
     outputs = kind.call(model, kind.x)
-    graphdef, before = nnx.graphdef(model), kinds.leaves(model)
+    graphdef, before = nnx.graphdef(model), trees.leaves(model)
     merged = nnx_ext.merge_lora(model)
     self.assertEqual(nnx.graphdef(merged), nnx.graphdef(kind.model))
-    kinds.assert_close(kind.call(merged, kind.x), outputs, kind.tolerance)
+    trees.assert_close(kind.call(merged, kind.x), outputs, kind.tolerance)
     self.assertEqual(nnx.graphdef(model), graphdef)
-    kinds.assert_same(kinds.leaves(model), before)
+    trees.assert_same(trees.leaves(model), before)
     merged = nnx.jit(nnx_ext.merge_lora)(model)
     self.assertEqual(nnx.graphdef(merged), nnx.graphdef(kind.model))
 
@@ -340,10 +341,10 @@ class SurgeryTest(parameterized.TestCase):
   )
   def test_delta(self, name):
     kind, weight = KINDS[name], KINDS[name].weights[()]
-    lora = kinds.move(kind.apply(alpha=3.0)).lora
+    lora = trees.move(kind.apply(alpha=3.0)).lora
     product = weight.product(lora.lora_a[...], lora.lora_b[...])
     delta = jnp.asarray(lora.delta(), jnp.float32)
-    kinds.assert_close(delta, 1.5 * product, kind.tolerance)
+    trees.assert_close(delta, 1.5 * product, kind.tolerance)
 
   def test_remove_after_training_of_the_base_gives_what_it_is_now(self):
     model = KINDS['linear'].apply()
@@ -355,7 +356,7 @@ class SurgeryTest(parameterized.TestCase):
 class StartTest(parameterized.TestCase):
   def test_pissa_takes_the_largest_singular_values(self):
     kind = KINDS['linear']
-    lora = kinds.built(lambda: kind.apply(init='pissa', alpha=3.0)).lora
+    lora = trees.built(lambda: kind.apply(init='pissa', alpha=3.0)).lora
     u, s, v = np.linalg.svd(np.asarray(kind.model.kernel[...]))
     expected = (u[:, :2] * s[:2]) @ v[:2]
     product = lora.lora_a[...] @ lora.lora_b[...]
@@ -367,7 +368,7 @@ class StartTest(parameterized.TestCase):
 
   @each(['linear', 'general_axes', 'conv'])
   def test_olora_has_an_orthonormal_factor(self, name):
-    lora = kinds.built(lambda: KINDS[name].apply(init='olora')).lora
+    lora = trees.built(lambda: KINDS[name].apply(init='olora')).lora
     a, b = (x.reshape(-1, x.shape[-1]) for x in (lora.lora_a, lora.lora_b))
     grams = a.T @ a, b @ b.T
     distance = min(float(jnp.max(jnp.abs(g - jnp.eye(2)))) for g in grams)
@@ -376,7 +377,7 @@ class StartTest(parameterized.TestCase):
   @each(['linear', 'conv', 'einsum_two_axes'])
   def test_orthogonal_factors_are_not_zero(self, name):
     kind = KINDS[name]
-    lora = kinds.built(lambda: kind.apply(init='orthogonal')).lora
+    lora = trees.built(lambda: kind.apply(init='orthogonal')).lora
     product = kind.weights[()].product(lora.lora_a[...], lora.lora_b[...])
     np.testing.assert_allclose(product, 0.0, atol=1e-6)
     for factor in (lora.lora_a, lora.lora_b):
@@ -393,10 +394,10 @@ class StartTest(parameterized.TestCase):
   )
   def test_dora_starts_with_the_norm_of_the_weight(self, name):
     kind, weight = KINDS[name], KINDS[name].weights[()]
-    lora = kinds.built(lambda: kind.apply(dora=True)).lora
+    lora = trees.built(lambda: kind.apply(dora=True)).lora
     expected = weight.norm(getattr(kind.model, weight.attribute)[...])
     self.assertIsInstance(lora.magnitude, nnx.LoRAParam)
-    kinds.assert_close(lora.magnitude[...], expected)
+    trees.assert_close(lora.magnitude[...], expected)
 
   def test_dora_on_a_weight_of_zeros(self):
     zeros = nnx.initializers.zeros
@@ -424,7 +425,7 @@ class StartTest(parameterized.TestCase):
     self.assertEqual(
       seen, [((fan_in, 2), jnp.bfloat16), ((2, out), jnp.bfloat16)]
     )
-    for param in kinds.factors(model).values():
+    for param in trees.factors(model).values():
       self.assertEqual(param.dtype, jnp.bfloat16)
       np.testing.assert_array_equal(param[...], 1.0)
 

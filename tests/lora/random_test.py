@@ -20,7 +20,7 @@ from flax import nnx
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from tests.lora import kinds
+from tests.lora import kinds, trees
 from tests.lora.kinds import Weight
 from tests.lora.law import results_of
 
@@ -85,9 +85,9 @@ class RandomTest(parameterized.TestCase):
 
   def _check(self, kind, dora=False):
     got = results_of(kind, {'dora': dora}, 1.0)
-    kinds.assert_close(got.start.actual, got.start.expected, 1e-4)
-    kinds.assert_close(got.moved.actual, got.moved.expected, 1e-4)
-    kinds.assert_close(got.moved.weights, got.moved.expected_weights, 1e-4)
+    trees.assert_close(got.start.actual, got.start.expected, 1e-4)
+    trees.assert_close(got.moved.actual, got.moved.expected, 1e-4)
+    trees.assert_close(got.moved.weights, got.moved.expected_weights, 1e-4)
 
   @settings(**FEW)
   @given(equations())

@@ -19,7 +19,7 @@ from absl.testing import parameterized
 from flax import nnx
 
 import nnx_ext
-from tests.lora import kinds, steps
+from tests.lora import steps, trees
 from tests.lora.steps import IDS, X
 
 
@@ -62,8 +62,8 @@ class SharedTest(parameterized.TestCase):
   @parameterized.parameters(Twice, Tied)
   def test_adapted_once(self, cls):
     plain = cls(nnx.Rngs(0))
-    model = kinds.move(steps.apply(plain))
-    self.assertLen(kinds.factors(model), 2)
+    model = trees.move(steps.apply(plain))
+    self.assertLen(trees.factors(model), 2)
     lora = model.first.lora
     weight = model.first.kernel[...] + lora.lora_a @ lora.lora_b
 
@@ -77,21 +77,21 @@ class SharedTest(parameterized.TestCase):
     for copy in copies.values():
       self.assertIs(copy.first.lora, copy.second.lora)
       self.assertIs(copy.first.kernel, copy.second.kernel)
-      kinds.assert_close(copy(X), expected)
+      trees.assert_close(copy(X), expected)
     merged = nnx_ext.merge_lora(model)
-    kinds.assert_close(merged(X), expected)
-    kinds.assert_close(merged.first.kernel[...], weight)
+    trees.assert_close(merged(X), expected)
+    trees.assert_close(merged.first.kernel[...], weight)
     self.assertIs(merged.first.kernel, merged.second.kernel)
     self.assertEqual(nnx.graphdef(merged), nnx.graphdef(plain))
     self.assertEqual(
       nnx.graphdef(nnx_ext.remove_lora(model)), nnx.graphdef(plain)
     )
     with nnx_ext.lora_disabled(model):
-      kinds.assert_close(model(X), plain(X), 0.0)
+      trees.assert_close(model(X), plain(X), 0.0)
 
   @parameterized.parameters(Twice, Tied)
   def test_gradients_come_from_both(self, cls):
-    model = kinds.move(steps.apply(cls(nnx.Rngs(0))))
+    model = trees.move(steps.apply(cls(nnx.Rngs(0))))
     graphdef, factors, rest = nnx.split(model, nnx.LoRAParam, ...)
     plain_def, base = nnx.split(nnx_ext.remove_lora(model))
     base = nnx.as_pure(base)
@@ -106,7 +106,7 @@ class SharedTest(parameterized.TestCase):
     grads = nnx.grad(steps.mean_loss, argnums=nnx.DiffState(0, nnx.LoRAParam))(
       model, X
     )
-    kinds.assert_close(
+    trees.assert_close(
       nnx.to_pure_dict(grads), jax.grad(expected)(nnx.to_pure_dict(factors))
     )
 
@@ -114,12 +114,12 @@ class SharedTest(parameterized.TestCase):
     plain = TiedKinds(nnx.Rngs(0))
     model = steps.apply(plain)
     self.assertIs(model.embed.lora, model.head.lora)
-    kinds.assert_close(model(IDS), plain(IDS))
-    kinds.move(model)
+    trees.assert_close(model(IDS), plain(IDS))
+    trees.move(model)
     lora = model.embed.lora
     merged = nnx_ext.merge_lora(model)
-    kinds.assert_close(
+    trees.assert_close(
       merged.embed.embedding[...],
       plain.embed.embedding[...] + lora.lora_a @ lora.lora_b,
     )
-    kinds.assert_close(model(IDS), merged(IDS))
+    trees.assert_close(model(IDS), merged(IDS))

@@ -21,14 +21,14 @@ from flax import nnx
 
 import nnx_ext
 from tests import models
-from tests.lora import kinds, steps
+from tests.lora import kinds, steps, trees
 from tests.lora.steps import STACKABLE, X, every_way
 
 
 class StackedTest(parameterized.TestCase):
   @every_way
   def test_scan_over_layers(self, way, mode):
-    model = kinds.move(steps.stack(way))
+    model = trees.move(steps.stack(way))
     self.assertEqual(model.lora.lora_a.shape, (3, 4, 2))
     self.assertEqual(model.lora.lora_b.shape, (3, 2, 4))
 
@@ -43,12 +43,12 @@ class StackedTest(parameterized.TestCase):
       return jnp.mean(steps.squashed(x))
 
     factors = nnx.to_pure_dict(nnx.state(model, nnx.LoRAParam))
-    kinds.assert_close(
+    trees.assert_close(
       nnx.jit(steps.value_and_grad(mode, loss), **models.MODES[mode])(model, X),
       jax.jit(jax.value_and_grad(expected))(factors),
     )
     merged = nnx_ext.merge_lora(model)
-    kinds.assert_close(
+    trees.assert_close(
       steps.trunk(mode)(merged, X), steps.trunk(mode)(model, X)
     )
     plain = steps.layers(steps.linear, 3)
@@ -57,8 +57,8 @@ class StackedTest(parameterized.TestCase):
   @parameterized.parameters(*STACKABLE)
   def test_each_layer_is_adapted_as_alone(self, name):
     kind, weight = kinds.KINDS[name], kinds.KINDS[name].weights[()]
-    layers = kinds.fill(nnx.eval_shape(lambda: steps.layers(kind.build, 3)))
-    stack = kinds.built(lambda: steps.apply(layers, alpha=3.0))
+    layers = trees.fill(nnx.eval_shape(lambda: steps.layers(kind.build, 3)))
+    stack = trees.built(lambda: steps.apply(layers, alpha=3.0))
     alone = nnx.eval_shape(lambda: steps.apply(kind.model))
     for factor in ('lora_a', 'lora_b'):
       value, one = getattr(stack.lora, factor), getattr(alone.lora, factor)
@@ -67,7 +67,7 @@ class StackedTest(parameterized.TestCase):
     random = factors['lora_b' if 'embed' in name else 'lora_a']
     self.assertGreater(float(np.max(np.abs(np.diff(random, axis=0)))), 1e-3)
 
-    graphdef, state = nnx.split(kinds.move(stack))
+    graphdef, state = nnx.split(trees.move(stack))
 
     @jax.jit
     def run(state, x):
@@ -79,7 +79,7 @@ class StackedTest(parameterized.TestCase):
       delta = stack.lora.delta()
       return (delta, call(stack, x)), (jnp.stack(products), call(merged, x))
 
-    kinds.assert_close(*run(nnx.as_pure(state), kind.x), 1e-4)
+    trees.assert_close(*run(nnx.as_pure(state), kind.x), 1e-4)
 
   @parameterized.parameters(
     ('after', 'dora'),
@@ -98,27 +98,27 @@ class StackedTest(parameterized.TestCase):
       self.assertEqual(stack.lora.start_a.shape, (3, 4, 2))
     base = nnx_ext.remove_lora(stack)
     call = steps.trunk('default')
-    kinds.assert_close(call(stack, X), call(base, X))
-    kinds.move(stack)
+    trees.assert_close(call(stack, X), call(base, X))
+    trees.move(stack)
     merged = nnx_ext.merge_lora(stack)
-    kinds.assert_close(call(stack, X), call(merged, X))
+    trees.assert_close(call(stack, X), call(merged, X))
 
   def test_stacked_twice(self):
-    stack = kinds.built(lambda: steps.apply(steps.layers(steps.linear, 2, 3)))
-    kinds.move(stack)
+    stack = trees.built(lambda: steps.apply(steps.layers(steps.linear, 2, 3)))
+    trees.move(stack)
     self.assertEqual(stack.lora.lora_a.shape, (2, 3, 4, 2))
     self.assertEqual(stack.lora.lora_b.shape, (2, 3, 2, 4))
     delta = jnp.einsum(
       'abir,abro->abio', stack.lora.lora_a[...], stack.lora.lora_b[...]
     )
-    kinds.assert_close(stack.lora.delta(), delta)
+    trees.assert_close(stack.lora.delta(), delta)
     outer = nnx.scan(
       lambda x, layer: steps.trunk('default')(layer, x),
       in_axes=(nnx.Carry, 0),
       out_axes=nnx.Carry,
     )
     merged = nnx_ext.merge_lora(stack)
-    kinds.assert_close(outer(X, stack), outer(X, merged))
+    trees.assert_close(outer(X, stack), outer(X, merged))
 
   def test_stacked_beside_single_layers(self):
     class Model(nnx.Module):
@@ -131,7 +131,7 @@ class StackedTest(parameterized.TestCase):
 
     plain = Model(nnx.Rngs(0))
     model = steps.apply(plain)
-    kinds.assert_close(model(X), plain(X), 0.0)
-    kinds.move(model)
-    kinds.assert_close(model(X), nnx_ext.merge_lora(model)(X))
-    kinds.assert_close(nnx_ext.remove_lora(model)(X), plain(X), 0.0)
+    trees.assert_close(model(X), plain(X), 0.0)
+    trees.move(model)
+    trees.assert_close(model(X), nnx_ext.merge_lora(model)(X))
+    trees.assert_close(nnx_ext.remove_lora(model)(X), plain(X), 0.0)

@@ -23,7 +23,7 @@ from flax import nnx
 
 import nnx_ext
 from tests import models
-from tests.lora import kinds
+from tests.lora import kinds, trees
 from tests.lora.kinds import Kind, Weight
 
 MLP = Kind(
@@ -48,7 +48,7 @@ def mean_loss(model, x):
 
 @functools.cache
 def moved(**options) -> nnx.Module:
-  return kinds.move(kinds.built(lambda: MLP.apply(**options)))
+  return trees.move(trees.built(lambda: MLP.apply(**options)))
 
 
 def adapted(**options) -> nnx.Module:
@@ -178,7 +178,7 @@ every_way = parameterized.parameters(
 
 @functools.cache
 def kept(way, **options):
-  return kinds.built(functools.partial(WAYS[way], **options))
+  return trees.built(functools.partial(WAYS[way], **options))
 
 
 def stack(way, **options):

@@ -26,7 +26,8 @@ import nnx_ext
 from tests.errors import Snapshot
 from tests.lora import subclasses
 from tests.lora.files import adapt, make
-from tests.lora.kinds import KINDS, assert_close, assert_same, leaves, noise
+from tests.lora.kinds import KINDS
+from tests.lora.trees import assert_close, assert_same, leaves, noise
 
 RANK = 2
 

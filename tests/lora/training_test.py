@@ -29,8 +29,9 @@ from flax import nnx
 
 import nnx_ext
 from tests import models
-from tests.lora import kinds, subclasses
-from tests.lora.kinds import Kind, Weight, noise
+from tests.lora import kinds, subclasses, trees
+from tests.lora.kinds import Kind, Weight
+from tests.lora.trees import noise
 
 MLP = Kind(
   lambda rngs: models.MLP(4, 3, rngs=rngs),
@@ -59,7 +60,7 @@ def _loss(model, x=X):
 
 @functools.cache
 def _started(option):
-  return kinds.built(lambda: MLP.apply(**OPTIONS[option]))
+  return trees.built(lambda: MLP.apply(**OPTIONS[option]))
 
 
 def _model(option='plain'):
@@ -83,8 +84,8 @@ def _train(model, optimizer, steps):
 
 def _split_leaves(model):
   """A model's values: those of the adapters' Params, and all others."""
-  leaves = kinds.leaves(model)
-  trained = {path: leaves.pop(path) for path in kinds.factors(model)}
+  leaves = trees.leaves(model)
+  trained = {path: leaves.pop(path) for path in trees.factors(model)}
   return trained, leaves
 
 
@@ -117,29 +118,29 @@ class TrainingTest(parameterized.TestCase):
     self.assertLess(losses[-1], 0.9 * losses[0])
     np.testing.assert_allclose(losses, expected_losses, rtol=1e-4)
     actual = nnx.to_pure_dict(nnx.state(model, nnx.LoRAParam))
-    kinds.assert_close(actual, expected, 2e-3)
+    trees.assert_close(actual, expected, 2e-3)
 
     trained, rest = _split_leaves(model)
-    kinds.assert_same(rest, frozen)
+    trees.assert_same(rest, frozen)
     for path in trained:
       self.assertGreater(
         float(np.max(np.abs(trained[path] - started[path]))), 0
       )
-    kinds.assert_same(
-      kinds.leaves(nnx_ext.remove_lora(model)), kinds.leaves(MLP.model)
+    trees.assert_same(
+      trees.leaves(nnx_ext.remove_lora(model)), trees.leaves(MLP.model)
     )
-    kinds.assert_close(nnx_ext.merge_lora(model)(X), model(X))
+    trees.assert_close(nnx_ext.merge_lora(model)(X), model(X))
 
   def test_the_optimizer_holds_adapters_only(self):
     model = _model()
     moments = nnx.state(_optimizer(model), nnx.optimizer.OptState)
     shapes = [x.shape for x in jax.tree.leaves(moments) if x.ndim]
-    expected = [v.shape for v in kinds.factors(model).values()]
+    expected = [v.shape for v in trees.factors(model).values()]
     self.assertCountEqual(shapes, 2 * expected)
 
   def test_a_bf16_base(self):
     kind = kinds.KINDS['linear_bf16_params']
-    model = kinds.move(kind.apply())
+    model = trees.move(kind.apply())
     frozen = _split_leaves(model)[1]
     optimizer = _optimizer(model)
     loss = lambda model: jnp.mean(model(kind.x).astype(jnp.float32) ** 2)
@@ -147,17 +148,17 @@ class TrainingTest(parameterized.TestCase):
     for _ in range(3):
       optimizer.update(model, nnx.grad(loss, argnums=LORA)(model))
     self.assertLess(float(loss(model)), float(first))
-    kinds.assert_same(_split_leaves(model)[1], frozen)
-    for param in kinds.factors(model).values():
+    trees.assert_same(_split_leaves(model)[1], frozen)
+    for param in trees.factors(model).values():
       self.assertEqual(param.dtype, jnp.float32)
 
   def test_with_dropout(self):
-    model = kinds.built(lambda: MLP.apply(dropout=0.3))
+    model = trees.built(lambda: MLP.apply(dropout=0.3))
     losses = _train(model, _optimizer(model), 30)
     model.eval()
     self.assertLess(float(_loss(model)), losses[0])
-    base = kinds.leaves(MLP.model)
-    kinds.assert_same(kinds.leaves(nnx_ext.remove_lora(model)), base)
+    base = trees.leaves(MLP.model)
+    trees.assert_same(trees.leaves(nnx_ext.remove_lora(model)), base)
 
   def test_a_tied_embedding(self):
     kind = kinds.KINDS['tied']
@@ -177,12 +178,12 @@ class TrainingTest(parameterized.TestCase):
 
     losses = [float(step(model, optimizer)) for _ in range(10)]
     self.assertLess(losses[-1], losses[0])
-    kinds.assert_same(_split_leaves(model)[1], frozen)
+    trees.assert_same(_split_leaves(model)[1], frozen)
 
   @parameterized.parameters(*models.MODES)
   def test_several_losses(self, mode):
     # An actor and a critic of one base, each with its own adapter.
-    actor, critic = kinds.move(_model()), kinds.move(_model('alpha'))
+    actor, critic = trees.move(_model()), trees.move(_model('alpha'))
 
     def losses(actor, critic, x):
       y, value = actor(x), jnp.mean(critic(x), axis=1, keepdims=True)
@@ -204,7 +205,7 @@ class TrainingTest(parameterized.TestCase):
       return nnx.grad(loss, argnums=routes[key])(actor, critic, X)
 
     _, grads = nnx.jit(step, **models.MODES[mode])(actor, critic)
-    kinds.assert_close(
+    trees.assert_close(
       {key: nnx.to_pure_dict(grads[key]) for key in grads},
       {
         key: nnx.to_pure_dict(
@@ -217,14 +218,14 @@ class TrainingTest(parameterized.TestCase):
     for module, key in ((actor, 'policy'), (critic, 'value')):
       _optimizer(module).update(module, grads[key])
     for module, before in zip((actor, critic), frozen):
-      kinds.assert_same(_split_leaves(module)[1], before)
+      trees.assert_same(_split_leaves(module)[1], before)
 
 
 class RecipeTest(parameterized.TestCase):
   @parameterized.parameters(optax.adamw, optax.sgd)
   def test_lora_plus(self, make):
     theta = nnx.to_pure_dict(
-      nnx.state(kinds.move(_model('dora')), nnx.LoRAParam)
+      nnx.state(trees.move(_model('dora')), nnx.LoRAParam)
     )
     grads = jax.tree.map(lambda x: noise(x.shape, x.size), theta)
     tx, ours = make(0.1), nnx_ext.lora_plus(make(0.1), 4.0)
@@ -232,12 +233,12 @@ class RecipeTest(parameterized.TestCase):
     actual, _ = ours.update(grads, ours.init(theta), theta)
     for layer in ('l1', 'l2'):
       expected[layer]['lora']['lora_b'] *= 4.0
-    kinds.assert_close(actual, expected, 1e-6)
+    trees.assert_close(actual, expected, 1e-6)
 
   def test_lora_plus_in_an_optimizer(self):
     models_, ratio = [], 4.0
     for tx in (_tx(), nnx_ext.lora_plus(_tx(), ratio)):
-      model = kinds.move(_model())
+      model = trees.move(_model())
       before = _split_leaves(model)[0]
       _train(model, _optimizer(model, tx), 1)
       after = _split_leaves(model)[0]
@@ -251,8 +252,8 @@ class RecipeTest(parameterized.TestCase):
 
   @parameterized.parameters('plain', 'dora')
   def test_lora_fa(self, option):
-    model = kinds.move(_model(option))
-    before = kinds.leaves(model)
+    model = trees.move(_model(option))
+    before = trees.leaves(model)
     only = nnx_ext.lora_fa_filter
     optimizer = nnx.Optimizer(model, _tx(), wrt=only)
 
@@ -263,7 +264,7 @@ class RecipeTest(parameterized.TestCase):
 
     for _ in range(2):
       step(model, optimizer)
-    after = kinds.leaves(model)
+    after = trees.leaves(model)
     moved = {p[-1] for p in after if not np.array_equal(after[p], before[p])}
     self.assertEqual(moved, {'lora_b'})
     # Of an embedding, too.
@@ -290,8 +291,8 @@ class KeptTest(parameterized.TestCase):
   @parameterized.parameters(*KEPT)
   def test_copies(self, name):
     kind = kinds.KINDS[name]
-    model = kinds.move(kinds.built(lambda: kind.apply(alpha=3.0)))
-    outputs, before = kind.call(model, kind.x), kinds.leaves(model)
+    model = trees.move(trees.built(lambda: kind.apply(alpha=3.0)))
+    outputs, before = kind.call(model, kind.x), trees.leaves(model)
     copies = {
       'pickle': pickle.loads(pickle.dumps(model)),
       'deepcopy': copy.deepcopy(model),
@@ -304,28 +305,28 @@ class KeptTest(parameterized.TestCase):
     copies['graphdef'] = nnx.merge(graphdef, state)
     for way, other in copies.items():
       self.assertEqual(nnx.graphdef(other), nnx.graphdef(model), way)
-      kinds.assert_same(kinds.leaves(other), before)
+      trees.assert_same(trees.leaves(other), before)
       for path in kind.weights:
-        mine, theirs = kinds.at(model, path), kinds.at(other, path)
+        mine, theirs = trees.at(model, path), trees.at(other, path)
         self.assertIs(type(theirs), type(mine), way)
-      kinds.assert_close(kind.call(other, kind.x), outputs, 0.0)
+      trees.assert_close(kind.call(other, kind.x), outputs, 0.0)
       removed = nnx_ext.remove_lora(other)
       self.assertEqual(nnx.graphdef(removed), nnx.graphdef(kind.model), way)
     # A copy is a copy.
-    kinds.move(copies['deepcopy'])
+    trees.move(copies['deepcopy'])
     for path in kind.weights:
-      lora = kinds.at(copies['deepcopy'], path).lora
+      lora = trees.at(copies['deepcopy'], path).lora
       lora.lora_a.set_value(0 * lora.lora_a[...])
-    kinds.assert_same(kinds.leaves(model), before)
+    trees.assert_same(trees.leaves(model), before)
 
   def test_dropout_and_disabled_are_kept(self):
-    model = kinds.move(kinds.KINDS['linear'].apply(dropout=0.5))
+    model = trees.move(kinds.KINDS['linear'].apply(dropout=0.5))
     x = kinds.KINDS['linear'].x
     other = pickle.loads(pickle.dumps(model))
-    kinds.assert_close(other(x), model(x), 0.0)
+    trees.assert_close(other(x), model(x), 0.0)
     with nnx_ext.lora_disabled(model):
       other = copy.deepcopy(model)
-    kinds.assert_close(other(x), kinds.KINDS['linear'].model(x), 0.0)
+    trees.assert_close(other(x), kinds.KINDS['linear'].model(x), 0.0)
 
   def test_class_is_one_for_each_class(self):
     make = lambda name: type(kinds.KINDS[name].apply())
@@ -354,20 +355,20 @@ class CheckpointTest(parameterized.TestCase):
   @parameterized.parameters('linear', 'tied', 'user_relu', 'conv_groups')
   def test_adapter_alone(self, name):
     kind = kinds.KINDS[name]
-    model = kinds.move(kind.apply(dora=name == 'linear'))
+    model = trees.move(kind.apply(dora=name == 'linear'))
     restored = self._through(nnx.state(model, nnx.LoRAParam))
     other = kind.apply(dora=name == 'linear')
     nnx.update(other, restored)
-    kinds.assert_same(kinds.leaves(other), kinds.leaves(model))
+    trees.assert_same(trees.leaves(other), trees.leaves(model))
 
   def test_a_checkpoint_of_the_base_loads(self):
-    model = kinds.move(_model())
+    model = trees.move(_model())
     trained = _split_leaves(model)[0]
     base = jax.tree.map(lambda x: x + 1.0, nnx.state(MLP.model))
     nnx.update(model, self._through(base))
     after, rest = _split_leaves(model)
-    kinds.assert_same(after, trained)
-    for path, value in kinds.leaves(MLP.model).items():
+    trees.assert_same(after, trained)
+    for path, value in trees.leaves(MLP.model).items():
       np.testing.assert_array_equal(rest[path], value + 1.0)
 
   @parameterized.parameters('plain', 'pissa')
@@ -390,5 +391,5 @@ class CheckpointTest(parameterized.TestCase):
     nnx.update(other, restored['adapter'])
     nnx.update(resumed, restored['optimizer'])
     self.assertEqual(_train(other, resumed, 3), expected)
-    kinds.assert_same(kinds.leaves(other), kinds.leaves(model))
-    kinds.assert_same(kinds.leaves(resumed), kinds.leaves(optimizer))
+    trees.assert_same(trees.leaves(other), trees.leaves(model))
+    trees.assert_same(trees.leaves(resumed), trees.leaves(optimizer))

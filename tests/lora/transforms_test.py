@@ -27,9 +27,10 @@ from flax import nnx
 
 import nnx_ext
 from tests import models
-from tests.lora import kinds, steps
-from tests.lora.kinds import Kind, noise
+from tests.lora import kinds, steps, trees
+from tests.lora.kinds import Kind
 from tests.lora.steps import MLP, X, every_mode
+from tests.lora.trees import noise
 
 P = jax.sharding.PartitionSpec
 
@@ -37,7 +38,7 @@ P = jax.sharding.PartitionSpec
 class TransformTest(parameterized.TestCase):
   def _check(self, actual, expected=None, tolerance=2e-5):
     expected = steps.expected() if expected is None else expected
-    kinds.assert_close(actual, expected, tolerance)
+    trees.assert_close(actual, expected, tolerance)
 
   @every_mode
   def test_eager(self, mode):
@@ -47,9 +48,9 @@ class TransformTest(parameterized.TestCase):
   def test_nnx_jit(self, mode):
     step = nnx.jit(steps.value_and_grad(mode), **models.MODES[mode])
     model = steps.adapted()
-    before = kinds.leaves(model)
+    before = trees.leaves(model)
     self._check(step(model, X))
-    kinds.assert_same(kinds.leaves(model), before)
+    trees.assert_same(trees.leaves(model), before)
 
   @every_mode
   def test_jax_jit_on_split_state(self, mode):
@@ -131,7 +132,7 @@ class TransformTest(parameterized.TestCase):
 
   def test_second_derivatives(self):
     loss, factors = steps.pure(steps.adapted())
-    tangents = kinds.values(steps.adapted())
+    tangents = trees.values(steps.adapted())
 
     @functools.partial(jax.jit, static_argnums=0)
     def both(loss, factors):
@@ -149,7 +150,7 @@ class TransformTest(parameterized.TestCase):
     kind = Kind(lambda rngs: nnx.Linear(5, 7, rngs=rngs), (3, 5))
     model = kind.apply(dora=True)
     oracle = kind.oracle(model, 1.0, nnx.as_pure(nnx.state(kind.model)))
-    values = kinds.values(model)
+    values = trees.values(model)
 
     @functools.partial(jax.jit, static_argnums=0)
     def both(call, factors):
@@ -181,7 +182,7 @@ class TransformTest(parameterized.TestCase):
       return model(x)
 
     for i in range(20):
-      for param in kinds.factors(model).values():
+      for param in trees.factors(model).values():
         param.set_value(noise(param.shape, i))
       outputs = step(model, X)
     self.assertLen(traces, 1)
@@ -230,7 +231,7 @@ class AbstractTest(parameterized.TestCase):
   def test_values_put_into_an_abstract_model(self):
     abstract = nnx.eval_shape(MLP.apply)
     nnx.update(abstract, nnx.state(steps.moved()))
-    kinds.assert_close(abstract(X), steps.moved()(X), 0.0)
+    trees.assert_close(abstract(X), steps.moved()(X), 0.0)
 
 
 class DisabledTest(parameterized.TestCase):
@@ -239,21 +240,21 @@ class DisabledTest(parameterized.TestCase):
     base, adapted = MLP.model(X), model(X)
     before = nnx.graphdef(model)
     with nnx_ext.lora_disabled(model):
-      kinds.assert_close(model(X), base, 0.0)
+      trees.assert_close(model(X), base, 0.0)
       with nnx_ext.lora_disabled(model):
-        kinds.assert_close(model(X), base, 0.0)
-      kinds.assert_close(model(X), base, 0.0)
-    kinds.assert_close(model(X), adapted, 0.0)
+        trees.assert_close(model(X), base, 0.0)
+      trees.assert_close(model(X), base, 0.0)
+    trees.assert_close(model(X), adapted, 0.0)
     self.assertEqual(nnx.graphdef(model), before)
 
   def test_a_part_of_a_model(self):
     model, base = steps.adapted(), MLP.model
     with nnx_ext.lora_disabled(model.l1):
       expected = model.l2(jnp.tanh(base.l1(X)))
-      kinds.assert_close(model(X), expected, 0.0)
+      trees.assert_close(model(X), expected, 0.0)
       with nnx_ext.lora_disabled(model):
-        kinds.assert_close(model(X), base(X), 0.0)
-      kinds.assert_close(model(X), expected, 0.0)
+        trees.assert_close(model(X), base(X), 0.0)
+      trees.assert_close(model(X), expected, 0.0)
 
   def test_exceptions(self):
     model = steps.adapted()
@@ -261,7 +262,7 @@ class DisabledTest(parameterized.TestCase):
     with self.assertRaisesRegex(KeyError, 'mine'):
       with nnx_ext.lora_disabled(model):
         raise KeyError('mine')
-    kinds.assert_close(model(X), adapted, 0.0)
+    trees.assert_close(model(X), adapted, 0.0)
 
   @every_mode
   def test_jit_sees_it(self, mode):
@@ -274,9 +275,9 @@ class DisabledTest(parameterized.TestCase):
       return model(x)
 
     for _ in range(2):
-      kinds.assert_close(call(model, X), adapted)
+      trees.assert_close(call(model, X), adapted)
       with nnx_ext.lora_disabled(model):
-        kinds.assert_close(call(model, X), base)
+        trees.assert_close(call(model, X), base)
     self.assertLen(traces, 2)
 
   @every_mode
@@ -291,7 +292,7 @@ class DisabledTest(parameterized.TestCase):
     call = MLP.oracle(model, 1.0, nnx.as_pure(nnx.state(MLP.model)))
     expected = lambda f: jnp.mean(jnp.sin(call(f, X)) * MLP.model(X))
     step = nnx.jit(steps.value_and_grad(mode, loss), **models.MODES[mode])
-    kinds.assert_close(
+    trees.assert_close(
       step(model, X),
       jax.jit(jax.value_and_grad(expected))(steps.pure(model)[1]),
     )
@@ -305,9 +306,9 @@ class DisabledTest(parameterized.TestCase):
     for options in ({}, {'dora': True}):
       if options and 'masked' in name:
         continue
-      model = kinds.move(kind.apply(**options))
+      model = trees.move(kind.apply(**options))
       with nnx_ext.lora_disabled(model):
-        kinds.assert_close(
+        trees.assert_close(
           kind.call(model, kind.x), kind.call(kind.model, kind.x), 0.0
         )
 
@@ -368,7 +369,7 @@ class ShardedTest(parameterized.TestCase):
   @parameterized.parameters(False, True)
   def test_outputs(self, by_initializer):
     plain = nnx.Linear(4, 6, rngs=nnx.Rngs(0))
-    expected = kinds.move(steps.apply(plain))(X)
+    expected = trees.move(steps.apply(plain))(X)
     with jax.set_mesh(_mesh()):
       if by_initializer:
         init = nnx.initializers.lecun_normal()
@@ -376,14 +377,14 @@ class ShardedTest(parameterized.TestCase):
       else:
         options = {'kernel_metadata': {'out_sharding': ('x', 'y')}}
       sharded = nnx.Linear(4, 6, rngs=nnx.Rngs(0), **options)
-      model = kinds.move(steps.apply(sharded))
+      model = trees.move(steps.apply(sharded))
       self.assertEqual(
         tuple(model.lora.lora_a.get_metadata('out_sharding')), ('x', None)
       )
-      kinds.assert_close(nnx.jit(lambda m, x: m(x))(model, X), expected)
+      trees.assert_close(nnx.jit(lambda m, x: m(x))(model, X), expected)
       merged = nnx_ext.merge_lora(model)
       self.assertEqual(nnx.graphdef(merged), nnx.graphdef(sharded))
-      kinds.assert_close(merged(X), expected)
+      trees.assert_close(merged(X), expected)
 
   def test_stacked(self):
     @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: 'x'})
