@@ -28,6 +28,7 @@ No other file asks which mode is on.
 
 import contextlib
 import dataclasses
+import functools
 import typing as tp
 
 import jax
@@ -91,32 +92,6 @@ class Mode:
     leaves, treedef = jax.tree.flatten(self._pure(tree))
     return self._objects(jax.tree.unflatten(treedef, range(len(leaves))))
 
-  def select(
-    self, tree: PyTree, twin: PyTree, filter: nnx.filterlib.Filter | None
-  ) -> PyTree:
-    """The part of ``twin`` that a gradient by ``tree`` mirrors.
-
-    Without a filter that is all of it. With one, each object becomes the
-    ``State`` of its leaves that match; bare Variables and arrays stay whole,
-    as in flax. The filter sees the real objects, since it may read them.
-    """
-    if filter is None:
-      return twin
-    chosen: list[frozenset] = []
-
-    def choose(split, node):
-      kept = split(node, filter)
-      chosen.append(frozenset(path for path, _ in nnx.to_flat_state(kept)))
-
-    self._map_objects(choose, tree)
-    choices = iter(chosen)
-
-    def pick(split, node):
-      paths = next(choices)
-      return split(node, lambda path, _: path in paths)
-
-    return self._map_objects(pick, twin)
-
   @contextlib.contextmanager
   def crossing(self, call: Call) -> tp.Iterator[Crossing]:
     """Opens the boundary of a pure function for the arguments of ``call``."""
@@ -151,24 +126,67 @@ class Mode:
   def _objects(self, pure: PyTree) -> PyTree:
     return nnx.from_tree(pure) if self.graph else pure
 
-  def _map_objects(self, f, tree: PyTree) -> PyTree:
-    """Maps ``f(split, object)`` over the outermost objects of ``tree``.
+  def states(self, tree: PyTree) -> PyTree:
+    """``tree`` with a ``WholeState`` in the place of each outermost object.
 
-    ``split(object, filter)`` is the State of the matching leaves; what an
-    earlier object of the same tree holds already is left out, as in flax.
+    What an earlier object of the same tree holds is left out, as in flax.
     """
     with nnx.split_context() as context:
 
-      def split(node, filter):
+      def split(node):
         if self.graph:
-          return context.split(node, filter, ...)[1]
-        return nnx.split(node, filter, ..., graph=False)[1]
+          return context.split(node)[1]
+        return nnx.split(node, graph=False)[1]
 
       return jax.tree.map(
-        lambda x: f(split, x) if _is_object(x) else x,
+        lambda x: WholeState(split(x)) if _is_object(x) else x,
         tree,
         is_leaf=lambda x: _is_object(x) or _is_variable(x),
       )
+
+
+@dataclasses.dataclass(frozen=True)
+class WholeState:
+  """The State of an object, told apart from a State that a user passes."""
+
+  state: nnx.State
+
+
+class Selector:
+  """Chooses what of an argument gradients are taken by, by any filter.
+
+  An argument is split once, however many losses filter it.
+  """
+
+  def __init__(self, mode: Mode, tree: PyTree, twin: PyTree):
+    self._mode, self._tree, self._twin = mode, tree, twin
+
+  def select(self, filter: nnx.filterlib.Filter | None) -> PyTree:
+    """The part of the twin that a gradient by the argument mirrors.
+
+    Without a filter that is all of it. With one, each object becomes the
+    ``State`` of its leaves that match; bare Variables and arrays stay whole,
+    as in flax. The filter sees the real objects, since it may read them.
+    """
+    if filter is None:
+      return self._twin
+
+    def choose(real, twin):
+      if not isinstance(real, WholeState):
+        return twin
+      kept = nnx.filter_state(real.state, filter)
+      paths = {path for path, _ in nnx.to_flat_state(kept)}
+      return nnx.filter_state(twin.state, lambda path, _: path in paths)
+
+    return jax.tree.map(
+      choose,
+      *self._states,
+      is_leaf=lambda x: isinstance(x, WholeState) or _is_variable(x),
+    )
+
+  @functools.cached_property
+  def _states(self) -> tuple[PyTree, PyTree]:
+    return self._mode.states(self._tree), self._mode.states(self._twin)
 
 
 class _GraphCrossing:

@@ -30,7 +30,7 @@ from flax import nnx
 
 from nnx_ext import _words
 from nnx_ext._call import Call
-from nnx_ext._mode import Mode
+from nnx_ext._mode import Mode, Selector
 from nnx_ext._per_loss import PerLoss
 from nnx_ext.typing import Argnums
 
@@ -102,6 +102,10 @@ class Router:
   def __init__(self, mode: Mode, call: Call, leaves: tp.Sequence[tp.Any]):
     self._mode, self._call, self._leaves = mode, call, leaves
     self._twin_args, _ = mode.number(call.tree)
+    self._selectors = [
+      Selector(mode, tree, twin)
+      for tree, twin in zip(call.args, self._twin_args)
+    ]
     self._targets: dict[tuple[int, tp.Any], Target] = {}
 
   def route(self, entry: tp.Any) -> Route:
@@ -200,9 +204,7 @@ class Router:
     # Losses often share an entry: filters run once for each.
     key = (argnum, id(filter))
     if key not in self._targets:
-      template = self._mode.select(
-        self._call.args[argnum], self._twin_args[argnum], filter
-      )
+      template = self._selectors[argnum].select(filter)
       target = Target(argnum, filter, template)
       self._refuse_empty(target)
       self._targets[key] = target
