@@ -61,8 +61,8 @@ class Linearization:
   """Losses at a point and their differential there."""
 
   losses: tuple[Loss, ...]
-  differential: tp.Callable[..., tuple[Loss, ...]]
-  point: tuple[ArrayLike, ...]
+  pull: tp.Callable[[list[int], list[Loss]], tuple[Leaf, ...]]
+  """From losses and their cotangents, the gradient by every leaf."""
   reach: tuple[frozenset[int], ...]
   """For each loss, the leaves that it depends on. Structural: a dead relu
   is reached, a ``stop_gradient`` is not."""
@@ -109,15 +109,8 @@ class Linearization:
     results: dict[Request, Leaf] = {}
     for pullback in pullbacks:
       chosen = sorted(pullback.losses)
-
-      def differential(*tangents, chosen=chosen):
-        # Called once for all chosen losses: once for each would run the
-        # backward of what they share once for each.
-        outputs = self.differential(*tangents)
-        return [outputs[i] for i in chosen]
-
       cotangents = [_cotangent(self.losses[i], weights[i]) for i in chosen]
-      transposed = jax.linear_transpose(differential, *self.point)(cotangents)
+      transposed = self.pull(chosen, cotangents)
       # Only what was asked for leaves this function: XLA drops the rest.
       for request in pullback.requests:
         results[request] = transposed[request.leaf]
@@ -136,9 +129,36 @@ def linearize(
   ``point`` holds the inexact leaves to differentiate by.
   """
   losses, differential, aux = jax.linearize(f, *point, has_aux=True)
+
+  def pull(chosen, cotangents):
+    def of_chosen(*tangents):
+      # Called once for all chosen losses: once for each would run the
+      # backward of what they share once for each.
+      outputs = differential(*tangents)
+      return [outputs[i] for i in chosen]
+
+    return jax.linear_transpose(of_chosen, *point)(cotangents)
+
+  return Linearization(tuple(losses), pull, _reach(differential, point)), aux
+
+
+def linearize_alone(
+  f: tp.Callable[..., tuple[tp.Sequence[Loss], tp.Any]],
+  point: tp.Sequence[ArrayLike],
+) -> tuple[Linearization, tp.Any]:
+  """The same for one loss, taken to reach every leaf.
+
+  What follows from reach, fewer pullbacks and what they leave out, is nothing
+  with one loss, and ``jax.vjp`` gives its pullback with less to trace.
+  """
+  losses, pullback, aux = jax.vjp(f, *point, has_aux=True)
+  structure = jax.tree.structure(losses)
+  every_leaf = frozenset(range(len(point)))
   return (
     Linearization(
-      tuple(losses), differential, tuple(point), _reach(differential, point)
+      tuple(losses),
+      lambda _, cotangents: pullback(structure.unflatten(cotangents)),
+      (every_leaf,) * len(losses),
     ),
     aux,
   )

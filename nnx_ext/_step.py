@@ -31,7 +31,13 @@ from nnx_ext._call import Call, explain_captured
 from nnx_ext._losses import Losses, read_output
 from nnx_ext._mode import Crossing, Mode
 from nnx_ext._per_loss import PerLoss, parse_weights
-from nnx_ext._pullbacks import Linearization, Pullback, Request, linearize
+from nnx_ext._pullbacks import (
+  Linearization,
+  Pullback,
+  Request,
+  linearize,
+  linearize_alone,
+)
 from nnx_ext._routes import Route, Router, Target, parse_argnums
 from nnx_ext.plan import LossPlan, MultiPlan, PullbackPlan
 from nnx_ext.typing import Argnums, Weight, Weights
@@ -84,6 +90,12 @@ class Options:
       mode=Mode.resolve(graph, graph_updates),
     )
 
+  @property
+  def alone(self) -> bool:
+    """Whether there is to be one loss, and no check of what it reaches."""
+    entries = self.argnums.entries
+    return self.allow_unused and entries is not None and len(entries) == 1
+
 
 class Result(tp.NamedTuple):
   """What a step computes."""
@@ -105,7 +117,8 @@ class Result(tp.NamedTuple):
 def differentiate(f: tp.Callable, options: Options, call: Call) -> Result:
   """Runs ``f`` once and pulls back as often as the plan says."""
   with options.mode.crossing(call) as crossing:
-    forward, luggage = _forward(f, options, call, crossing)
+    how = linearize_alone if options.alone else linearize
+    forward, luggage = _forward(f, options, call, crossing, how)
     gradients = forward.gradients()
     losses = forward.losses.pack(forward.linearization.losses)
     aux = crossing.settle(luggage)
@@ -116,7 +129,7 @@ def plan(f: tp.Callable, options: Options, call: Call) -> MultiPlan:
   """The plan of the step, from a trace that computes and moves nothing."""
   with options.mode.crossing(call) as crossing:
     return jax.eval_shape(
-      lambda: _forward(f, options, call, crossing)[0].plan()
+      lambda: _forward(f, options, call, crossing, linearize)[0].plan()
     )
 
 
@@ -236,7 +249,11 @@ class _Forward:
 
 
 def _forward(
-  f: tp.Callable, options: Options, call: Call, crossing: Crossing
+  f: tp.Callable,
+  options: Options,
+  call: Call,
+  crossing: Crossing,
+  linearize: tp.Callable[..., tuple[Linearization, tp.Any]],
 ) -> tuple[_Forward, tp.Any]:
   """Runs ``f`` once, linearized by every leaf that any loss wants."""
   router = Router(options.mode, call, crossing.leaves)

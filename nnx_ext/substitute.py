@@ -170,6 +170,9 @@ def _cast_leaf(api: str, path: Path, slot: tp.Any, value: tp.Any):
       f'{jnp.result_type(value)}, which is of another kind than its '
       f"Variable's {dtype}; cast it."
     )
+  if isinstance(value, jax.Array) and value.dtype == dtype:
+    if not value.weak_type:
+      return value  # a conversion would be traced all the same
   return jnp.asarray(value, dtype)
 
 

@@ -128,6 +128,10 @@ _cases = st.lists(
 )
 
 
+def _no_pull(chosen, cotangents):
+  raise AssertionError('A plan computes nothing.')
+
+
 def _linearization(cases) -> Linearization:
   reach = tuple(
     frozenset(
@@ -135,7 +139,7 @@ def _linearization(cases) -> Linearization:
     )
     for k in range(_COUNT)
   )
-  return Linearization((), lambda: (), (), reach)
+  return Linearization((), _no_pull, reach)
 
 
 class PlanTest(parameterized.TestCase):
@@ -178,10 +182,29 @@ class PlanTest(parameterized.TestCase):
 
   def test_separate_losses_share_one(self):
     linearization = Linearization(
-      (), lambda: (), (), (frozenset({0}), frozenset({1}))
+      (), _no_pull, (frozenset({0}), frozenset({1}))
     )
     plan = linearization.plan(
       [Request(0, frozenset({0})), Request(1, frozenset({1}))]
     )
     self.assertLen(plan, 1)
     self.assertEqual(plan[0].losses, frozenset({0, 1}))
+
+
+class AloneTest(parameterized.TestCase):
+  @parameterized.product(name=list(PROGRAMS))
+  def test_equals_the_linearization_of_one(self, name):
+    f, _ = PROGRAMS[name]
+    point = jnp.float32(0.7), jnp.float32(-0.4)
+
+    def gradients(linearize):
+      found, aux = linearize(lambda *p: (f(*p)[:1], 'aux'), point)
+      self.assertEqual(aux, 'aux')
+      requests = [Request(leaf, frozenset({0})) for leaf in (0, 1)]
+      numbers = found.gradients(found.plan(requests), [2.0])
+      zero = jnp.float32(0.0)
+      return found.losses, [numbers.get(r, zero) for r in requests]
+
+    chex.assert_trees_all_equal(
+      gradients(_pullbacks.linearize_alone), gradients(_pullbacks.linearize)
+    )

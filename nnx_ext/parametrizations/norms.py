@@ -84,7 +84,7 @@ class WeightNorm(Parametrization):
     v = self.v[...]
     axes = _other_axes('WeightNorm', v, self.feature_axes)
     g = jnp.expand_dims(self.g[...], axes)
-    return (g * _unit(v, axes)).astype(v.dtype)
+    return (wide(v) * _scale(wide(v), g, axes)).astype(v.dtype)
 
 
 class UnitNorm(Parametrization):
@@ -245,7 +245,8 @@ def _magnitude(x, axes=None):
   """The largest entry, to divide by: nothing over- or underflows after."""
   largest = jnp.max(jnp.abs(x), axes, keepdims=True, initial=0)
   largest = jax.lax.stop_gradient(largest)
-  return jnp.where(largest > 0, largest, 1)
+  # One divided by less than this would be infinite.
+  return jnp.where(largest > jnp.finfo(x.dtype).tiny, largest, 1)
 
 
 def _root(x, axes):
@@ -261,12 +262,23 @@ def _norm(x, axes):
   return magnitude * _root(x / magnitude, axes)
 
 
+def _scale(x, length, axes):
+  """What to multiply vectors by, so that they have a length; 0 of zeros.
+
+  One number a vector: to multiply by it keeps nothing of the vectors' size
+  for the gradient but the vectors.
+  """
+  magnitude = _magnitude(x, axes)
+  norm = _root(x / magnitude, axes)
+  inverse = jnp.where(norm > 0, 1 / jnp.where(norm > 0, norm, 1), 0)
+  return length / magnitude * inverse  # in this order nothing overflows
+
+
 def _unit(x, axes, otherwise=0):
   """Vectors of length one; those of zeros become ``otherwise``."""
   x = wide(x)
-  x = x / _magnitude(x, axes)
-  norm = _root(x, axes)
-  return jnp.where(norm > 0, x / jnp.where(norm > 0, norm, 1), otherwise)
+  scale = _scale(x, 1, axes)
+  return jnp.where(scale > 0, x * scale, otherwise)
 
 
 def _sigma(u, matrix, v):
