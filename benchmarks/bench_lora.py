@@ -11,100 +11,129 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""What training adapters costs beside full fine-tuning and other ways.
+"""What training adapters costs beside full fine-tuning and other libraries."""
 
-``make bench`` prints a table of ratios to ``full``, the same step that trains
-the weights themselves: XLA's flops and temporary bytes, which repeat to the
-digit, and the median time of interleaved runs, which does not. ``--check``
-compiles every case at small sizes and times nothing.
-"""
-
-import argparse
-import platform
-import typing as tp
-
-import flax
-import jax
 import jax.numpy as jnp
-from flax import nnx
 
-import nnx_ext
 from benchmarks import lora_programs as programs
-from benchmarks.bench_multi_grad import median_times
-from benchmarks.multi_programs import flops, temporary_bytes
+from benchmarks.lora_ways import FULL, NAIVE, OURS, PEFT, QWIX, UPSTREAM
+from benchmarks.steps import Sized
 
-# Each program at the sizes of the table, and at small ones.
-PROGRAMS: dict[str, tuple[tp.Callable, dict, dict]] = {
-  'blocks': (programs.blocks, {}, dict(width=16, hidden=32, tokens=8, depth=1)),
-  'blocks, T = 64': (
+PILLAR = 'lora'
+
+BF16 = jnp.bfloat16
+LINEAR = OURS, UPSTREAM, QWIX, NAIVE, FULL
+LINEAR_AND_PEFT = *LINEAR, PEFT
+OTHERS = OURS, QWIX, NAIVE, FULL
+EMBED = OURS, NAIVE, FULL
+
+_BLOCKS = dict(width=1024, hidden=4096, depth=4)
+_SMALL = dict(width=16, hidden=32, tokens=8, rank=2, depth=1)
+_LARGE = dict(width=4096, hidden=16_384, depth=2, dtype=BF16)
+
+
+def _at_rank(rank: int) -> Sized:
+  return Sized(
     programs.blocks,
-    dict(tokens=64),
-    dict(width=8, hidden=8, tokens=4, depth=1),
-  ),
-  'blocks, 64 x 6 tokens': (
+    LINEAR_AND_PEFT if rank == 8 else LINEAR,
+    cpu=dict(**_BLOCKS, tokens=512, rank=rank, peft=rank == 8),
+    small=dict(**_SMALL, peft=rank == 8),
+    gpu=dict(**_LARGE, tokens=8192, rank=rank, peft=rank == 8),
+    series=('rank', rank),
+  )
+
+
+def _at_tokens(tokens: int, peft: bool = False) -> Sized:
+  return Sized(
     programs.blocks,
-    dict(width=384, hidden=1536, tokens=(64, 6), exact=True),
-    dict(width=8, hidden=8, tokens=(2, 3), depth=1),
+    LINEAR_AND_PEFT if peft else LINEAR,
+    cpu=dict(**_BLOCKS, tokens=tokens, peft=peft),
+    small=dict(**_SMALL, peft=peft),
+    gpu=dict(**_LARGE, tokens=tokens, peft=peft),
+  )
+
+
+def _at_depth(depth: int) -> Sized:
+  return Sized(
+    programs.blocks,
+    LINEAR,
+    cpu=dict(width=256, hidden=1024, tokens=128, depth=depth),
+    small=_SMALL | dict(depth=min(depth, 2)),
+    series=('layers', depth),
+  )
+
+
+CASES = {
+  'blocks': _at_rank(8),
+  'blocks, T = 64': _at_tokens(64, peft=True),
+  'blocks, T = 2048': _at_tokens(2048),
+  **{f'blocks, rank {rank}': _at_rank(rank) for rank in (4, 16, 64)},
+  **{f'blocks, {depth} deep': _at_depth(depth) for depth in (1, 2, 4, 8)},
+  'blocks, 64 x 6 tokens': Sized(
+    programs.blocks,
+    LINEAR,
+    cpu=dict(width=384, hidden=1536, tokens=(64, 6), exact=True),
+    small=_SMALL | dict(tokens=(2, 3), exact=True),
   ),
-  'DoRA': (programs.dora, {}, dict(width=16, hidden=32, tokens=8)),
-  'attention': (programs.attention, {}, dict(width=16, heads=2, tokens=8)),
-  'conv': (programs.conv, {}, dict(channels=4, size=6, batch=2)),
-  'recurrent': (programs.recurrent, {}, dict(width=8, batch=2, length=4)),
-  'embed': (programs.embed, {}, dict(vocabulary=32, width=8, tokens=4)),
-  'attend': (programs.attend, {}, dict(vocabulary=32, width=8, tokens=4)),
+  'transformer layer': Sized(
+    programs.layer,
+    OTHERS,
+    cpu=dict(width=512, hidden=2048, heads=8, tokens=256),
+    small=dict(width=16, hidden=32, heads=2, tokens=8, rank=2),
+    gpu=dict(
+      width=4096, hidden=16_384, heads=32, batch=4, tokens=2048, dtype=BF16
+    ),
+  ),
+  'attention': Sized(
+    programs.attention,
+    OTHERS,
+    cpu=dict(width=512, heads=8, tokens=256),
+    small=dict(width=16, heads=2, tokens=8, rank=2),
+    gpu=dict(width=4096, heads=32, batch=4, tokens=2048, dtype=BF16),
+  ),
+  'DoRA': Sized(
+    programs.dora,
+    (OURS, 'LoRA', NAIVE, FULL),
+    cpu=dict(width=1024, hidden=4096, tokens=512),
+    small=dict(width=16, hidden=32, tokens=8, rank=2),
+    gpu=dict(width=4096, hidden=16_384, tokens=8192, dtype=BF16),
+  ),
+  'conv': Sized(
+    programs.conv,
+    OTHERS,
+    cpu=dict(channels=128, size=32, batch=8),
+    small=dict(channels=4, size=6, batch=2, rank=2),
+    gpu=dict(channels=512, size=64, batch=64, dtype=BF16),
+  ),
+  'recurrent': Sized(
+    programs.recurrent,
+    (OURS, UPSTREAM, NAIVE, FULL),
+    cpu=dict(width=512, batch=8, length=64),
+    small=dict(width=8, batch=2, length=4, rank=2),
+    gpu=dict(width=2048, batch=64, length=128, dtype=BF16),
+  ),
+  'embed': Sized(
+    programs.embed,
+    EMBED,
+    cpu=dict(vocabulary=32_000, width=1024, tokens=512),
+    small=dict(vocabulary=32, width=8, tokens=4, rank=2),
+    gpu=dict(vocabulary=128_000, width=4096, tokens=8192, dtype=BF16),
+  ),
+  'attend': Sized(
+    programs.attend,
+    EMBED,
+    cpu=dict(vocabulary=32_000, width=1024, tokens=512),
+    small=dict(vocabulary=32, width=8, tokens=4, rank=2),
+    gpu=dict(vocabulary=128_000, width=4096, tokens=8192, dtype=BF16),
+  ),
+  'eager call': Sized(
+    programs.eager,
+    (OURS, 'nnx.LoRALinear', QWIX, 'nnx.Linear'),
+    cpu=dict(width=64, tokens=8),
+    small=dict(width=4, tokens=2),
+  ),
 }
 
 
-def measure(name: str, small: bool, repeat: int) -> list[str]:
-  """The rows of one program."""
-  make, sizes, small_sizes = PROGRAMS[name]
-  steps = make(**(small_sizes if small else sizes))
-  compiled, runs = {}, {}
-  for step, program in steps.items():
-    compiled[step], runs[step] = program.compile()
-  seconds = median_times(runs, repeat) if repeat else {}
-  full = compiled['full']
-  rows = []
-  for step, one in compiled.items():
-    time = f'{seconds[step] / seconds["full"]:.2f}' if seconds else ''
-    rows.append(
-      f'| {name} | {step} | {flops(one) / flops(full):.3f} | '
-      f'{temporary_bytes(one) / max(temporary_bytes(full), 1):.2f} | {time} |'
-    )
-  return rows
-
-
-def eager(repeat: int) -> str:
-  """The time of an eager call beside upstream's layer."""
-  base = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
-  layers = {
-    'nnx_ext': nnx_ext.apply_lora(base, rank=8, alpha=16, rngs=nnx.Rngs(1)),
-    'nnx.LoRALinear': nnx.LoRALinear(64, 64, lora_rank=8, rngs=nnx.Rngs(1)),
-  }
-  x = jnp.ones((8, 64))
-  runs = {name: lambda layer=layer: layer(x) for name, layer in layers.items()}
-  seconds = median_times(runs, repeat)
-  return f'{seconds["nnx_ext"] / seconds["nnx.LoRALinear"]:.2f}'
-
-
-def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__)
-  parser.add_argument('--check', action='store_true', help='small, untimed')
-  parser.add_argument('--repeat', type=int, default=15, help='timed runs')
-  args = parser.parse_args()
-  repeat = 0 if args.check else args.repeat
-  print(
-    f'Python {platform.python_version()}, flax {flax.__version__}, '
-    f'jax {jax.__version__}, {jax.devices()[0].device_kind}; '
-    'ratios to full\n'
-  )
-  print('| program | step | flops | temporary bytes | time |')
-  print('| --- | --- | ---: | ---: | ---: |')
-  for name in PROGRAMS:
-    print('\n'.join(measure(name, args.check, repeat)), flush=True)
-  if repeat:
-    print(f'\neager call, to nnx.LoRALinear: {eager(40 * repeat)}')
-
-
-if __name__ == '__main__':
-  main()
+def test_step(measure, case, step):
+  measure(case, step)

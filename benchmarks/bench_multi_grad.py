@@ -11,117 +11,124 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""What a multi-loss step costs beside what users write by hand.
+"""What a multi-loss step costs beside what users write by hand."""
 
-``make bench`` prints a table of ratios to ``naive``, one
-``nnx.value_and_grad`` a loss: XLA's flops, which repeat to the digit, loops,
-temporary bytes, and the median time of interleaved runs, which does not.
-``--check`` compiles every case at small sizes and times nothing.
-"""
-
-import argparse
-import dataclasses
-import platform
-import statistics
-import time
+import functools
 import typing as tp
 
-import flax
-import jax
+import jax.numpy as jnp
 
+from benchmarks import a2c_example
 from benchmarks import multi_programs as programs
+from benchmarks.steps import Case, Sized
+
+PILLAR = 'multi'
+EACH = ('nnx_ext', 'naive', 'vjp', 'vjp, vmap', 'jacrev')
+SUM = ('nnx_ext, sum', 'naive, sum', 'sum of losses')
+
+# Programs by name, with their sizes.
+_DEEP = dict(depth=8, hidden=False, dropout=0.3)
+_BF16 = dict(dtype=jnp.bfloat16)
+_MLP = dict(
+  cpu=dict(width=256, size=256),
+  small=dict(width=8, size=4),
+  gpu=dict(width=4096, size=8192, **_BF16),
+)
+_SCANNED = dict(
+  cpu=dict(width=256, size=256),
+  small=dict(depth=2, width=8, size=4),
+  gpu=dict(width=4096, size=8192, **_BF16),
+)
+_TRANSFORMER = dict(
+  cpu=dict(),
+  small=dict(depth=2, width=8, size=2, length=4),
+  gpu=dict(width=4096, size=4, length=2048, **_BF16),
+)
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
-  program: str
-  step: str
-  flops: float
-  temporary_bytes: float
-  loops: int
-  time: float | None
+def _sized(
+  program: tp.Callable[..., programs.Program],
+  names: tuple[str, ...],
+  sizes: dict[str, tp.Any],
+  jit: bool = True,
+  series: tuple[str, int] | None = None,
+) -> Sized:
+  def make(**sizes) -> Case:
+    return program(**sizes).case(*names, jit=jit)
+
+  return Sized(make, names, series=series, **sizes)
 
 
-def cases(small: bool) -> list[programs.Program]:
-  width, size = (16, 8) if small else (256, 256)
-  deep = dict(depth=8, hidden=False)
-  return [
-    programs.separate(width, size),
-    programs.scanned(6, width, size),
-    programs.heads(2, width, size),
-    programs.heads(16, width // 4, size),
-    programs.heads(2, width, size, leak=True),
-    programs.heads(2, width, size, dropout=0.3, **deep),
-  ]
+def _both(name: str, program: tp.Callable, sizes: dict) -> dict[str, Sized]:
+  return {
+    name: _sized(program, EACH, sizes),
+    f'{name}, summed': _sized(program, SUM, sizes),
+  }
 
 
-def median_times(
-  runs: dict[str, tp.Callable[[], tp.Any]], repeat: int
-) -> dict[str, float]:
-  """Seconds of a call, the runs taking turns, after one warm call each."""
-  times: dict[str, list[float]] = {name: [] for name in runs}
-  for run in runs.values():
-    jax.block_until_ready(run())
-  for _ in range(repeat):
-    for name, run in runs.items():
-      start = time.perf_counter()
-      jax.block_until_ready(run())
-      times[name].append(time.perf_counter() - start)
-  return {name: statistics.median(each) for name, each in times.items()}
-
-
-def measure(program: programs.Program, repeat: int) -> list[Row]:
-  arguments = program.arguments()
-  compiled, runs = {}, {}
-  for name, step in program.steps().items():
-    compiled[name], state = programs.compiled(step, arguments)
-    runs[name] = lambda run=compiled[name], state=state: run(state)
-  seconds = median_times(runs, repeat) if repeat else {}
-  naive = compiled['naive']
-  return [
-    Row(
-      program=program.name,
-      step=name,
-      flops=programs.flops(one) / programs.flops(naive),
-      temporary_bytes=(
-        programs.temporary_bytes(one) / programs.temporary_bytes(naive)
-      ),
-      loops=programs.loops(one),
-      time=seconds[name] / seconds['naive'] if seconds else None,
-    )
-    for name, one in compiled.items()
-  ]
-
-
-def table(rows: tp.Iterable[Row]) -> str:
-  lines = [
-    '| program | step | flops | temporary bytes | loops | time |',
-    '| --- | --- | ---: | ---: | ---: | ---: |',
-  ]
-  for row in rows:
-    seconds = '' if row.time is None else f'{row.time:.2f}'
-    lines.append(
-      f'| {row.program} | {row.step} | {row.flops:.3f} | '
-      f'{row.temporary_bytes:.2f} | {row.loops} | {seconds} |'
-    )
-  return '\n'.join(lines)
-
-
-def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__)
-  parser.add_argument('--check', action='store_true', help='small, untimed')
-  parser.add_argument('--repeat', type=int, default=15, help='timed runs')
-  args = parser.parse_args()
-  print(
-    f'Python {platform.python_version()}, flax {flax.__version__}, '
-    f'jax {jax.__version__}, {jax.devices()[0].device_kind}; '
-    'ratios to naive\n'
+def _heads(count: int) -> dict[str, Sized]:
+  program = functools.partial(programs.heads, count)
+  sizes = dict(
+    cpu=dict(width=128, size=256),
+    small=dict(width=8, size=4),
+    gpu=dict(width=1024, size=8192, **_BF16),
   )
-  rows = []
-  for program in cases(args.check):
-    rows += measure(program, 0 if args.check else args.repeat)
-  print(table(rows))
+  return {
+    f'{count} heads': _sized(program, EACH, sizes, series=('losses', count)),
+    f'{count} heads, summed': _sized(
+      program, SUM, sizes, series=('losses, summed', count)
+    ),
+  }
 
 
-if __name__ == '__main__':
-  main()
+def _layers(depth: int) -> Sized:
+  program = functools.partial(programs.heads, depth=depth)
+  sizes = dict(cpu=dict(width=128, size=256), small=dict(width=8, size=4))
+  names = ('nnx_ext', 'naive')
+  return _sized(program, names, sizes, series=('layers', depth))
+
+
+def _eager(program: tp.Callable, names: tuple[str, ...]) -> Sized:
+  sizes = dict(cpu=dict(width=64, size=32), small=dict(width=8, size=4))
+  return _sized(program, names, sizes, jit=False)
+
+
+CASES: dict[str, Sized] = {
+  'separate': _sized(programs.separate, (*EACH, 'sum of losses'), _MLP),
+  **_both('shared trunk', programs.heads, _MLP),
+  'leak': _sized(functools.partial(programs.heads, leak=True), EACH, _MLP),
+  'leak, summed': _sized(
+    functools.partial(programs.heads, leak=True), SUM[:2], _MLP
+  ),
+  **_both('dropout', functools.partial(programs.heads, **_DEEP), _MLP),
+  'scanned actor and critic': _sized(programs.scanned, EACH, _SCANNED),
+  **_both('transformer', programs.transformer, _TRANSFORMER),
+  **_both(
+    'transformer, remat',
+    functools.partial(programs.transformer, remat=True),
+    _TRANSFORMER,
+  ),
+  **{
+    name: sized
+    for count in (2, 4, 8, 16)
+    for name, sized in _heads(count).items()
+  },
+  **{f'{depth} layers': _layers(depth) for depth in (2, 4, 8, 16)},
+  **{
+    f'A2C, {name}': Sized(
+      functools.partial(a2c_example.case, name),
+      a2c_example.STEPS,
+      cpu=dict(),
+      small=dict(steps=2, envs=2),
+      gpu=dict(),
+    )
+    for name in ('two networks', 'shared trunk')
+  },
+  'eager, separate': _eager(programs.separate, EACH),
+  'eager, shared trunk': _eager(programs.heads, EACH),
+  'eager, shared trunk, summed': _eager(programs.heads, SUM),
+}
+
+
+def test_step(measure, case, step):
+  measure(case, step)

@@ -11,89 +11,64 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""Training steps of adapted models, and of what they are compared with."""
+"""Models to adapt, their inputs, and the fewest flops that training needs."""
 
 import dataclasses
+import math
 import typing as tp
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 
 import nnx_ext
-
-Loss = tp.Callable[[tp.Any, jax.Array], jax.Array]
+from benchmarks import lora_flops as flops
+from benchmarks import peft_peer, steps
+from benchmarks.lora_ways import (
+  LEARNING_RATE,
+  OURS,
+  PEFT,
+  QWIX,
+  UPSTREAM,
+  Training,
+  qwix_model,
+)
 
 
 class Block(nnx.Module):
   """A transformer's feed-forward block."""
 
   def __init__(
-    self, width: int, hidden: int, *, exact: bool = False, rngs: nnx.Rngs
+    self,
+    width: int,
+    hidden: int,
+    *,
+    exact: bool = False,
+    dtype: tp.Any = jnp.float32,
+    rngs: nnx.Rngs,
   ):
     self.exact = exact
-    self.norm = nnx.LayerNorm(width, rngs=rngs)
-    self.up = nnx.Linear(width, hidden, rngs=rngs)
-    self.down = nnx.Linear(hidden, width, rngs=rngs)
+    self.norm = nnx.LayerNorm(width, param_dtype=dtype, rngs=rngs)
+    self.up = nnx.Linear(width, hidden, param_dtype=dtype, rngs=rngs)
+    self.down = nnx.Linear(hidden, width, param_dtype=dtype, rngs=rngs)
 
   def __call__(self, x: jax.Array) -> jax.Array:
     hidden = nnx.gelu(self.up(self.norm(x)), approximate=not self.exact)
     return x + self.down(hidden)
 
 
-def squares(model: tp.Any, x: jax.Array) -> jax.Array:
-  return jnp.mean((model(x) - 1.0) ** 2)
+class Layer(nnx.Module):
+  """A transformer's layer: attention, then a feed-forward block."""
 
+  def __init__(
+    self, width: int, hidden: int, heads: int, *, dtype: tp.Any, rngs: nnx.Rngs
+  ):
+    self.norm = nnx.LayerNorm(width, param_dtype=dtype, rngs=rngs)
+    self.attention = _attention(width, heads, dtype, rngs)
+    self.block = Block(width, hidden, dtype=dtype, rngs=rngs)
 
-@dataclasses.dataclass(frozen=True)
-class Step:
-  """A training step: what is trained, by which loss, on which input.
-
-  Attributes:
-    model: as it is trained.
-    x: the input.
-    wrt: the filter of what is trained.
-    loss: of the model and the input.
-    train: whether Adam updates what is trained; else gradients are returned.
-  """
-
-  model: nnx.Module
-  x: jax.Array
-  wrt: nnx.filterlib.Filter = nnx.LoRAParam
-  loss: Loss = squares
-  train: bool = True
-
-  def compile(self) -> tuple[tp.Any, tp.Callable[[], tp.Any]]:
-    """The compiled step, and a function that runs it, updating its state."""
-    graphdef, trained, rest = nnx.split(self.model, self.wrt, ...)
-    trained, rest = nnx.as_pure(trained), nnx.as_pure(rest)
-    tx = optax.adam(1e-4)
-
-    def step(trained, opt_state, rest, x):
-      def loss(trained):
-        return self.loss(nnx.merge(graphdef, trained, rest), x)
-
-      value, grads = jax.value_and_grad(loss)(trained)
-      if not self.train:
-        return grads, opt_state, value
-      updates, opt_state = tx.update(grads, opt_state, trained)
-      return optax.apply_updates(trained, updates), opt_state, value
-
-    opt_state = tx.init(trained) if self.train else ()
-    donated = (0, 1) if self.train else ()
-    # Donated buffers are copies, as models share those of their base.
-    state = [jax.tree.map(jnp.copy, trained), opt_state]
-    jitted = jax.jit(step, donate_argnums=donated)
-    compiled = jitted.lower(*state, rest, self.x).compile()
-
-    def run():
-      first, second, value = compiled(*state, rest, self.x)
-      if self.train:
-        state[:] = first, second
-      return first, value
-
-    return compiled, run
+  def __call__(self, x: jax.Array) -> jax.Array:
+    return self.block(x + self.attention(self.norm(x)))
 
 
 def blocks(
@@ -103,8 +78,10 @@ def blocks(
   rank: int = 8,
   depth: int = 4,
   exact: bool = False,
-) -> dict[str, Step]:
-  """Feed-forward blocks, trained in each of the ways.
+  peft: bool = False,
+  dtype: tp.Any = jnp.float32,
+) -> steps.Case:
+  """Feed-forward blocks.
 
   Args:
     width: features of a token.
@@ -113,118 +90,176 @@ def blocks(
     rank: that of the adapters.
     depth: how many blocks there are.
     exact: whether gelu is computed by erf and not by tanh.
+    peft: whether PEFT is among the ways.
+    dtype: of weights, factors and input.
   """
   rngs = nnx.Rngs(0)
-  base = nnx.Sequential(
-    *(Block(width, hidden, exact=exact, rngs=rngs) for _ in range(depth))
-  )
-  adapted = nnx_ext.apply_lora(base, rank=rank, alpha=2 * rank, rngs=rngs)
+  make = lambda: Block(width, hidden, exact=exact, dtype=dtype, rngs=rngs)
+  base = nnx.Sequential(*(make() for _ in range(depth)))
   leading = tokens if isinstance(tokens, tuple) else (tokens,)
-  x = jax.random.normal(jax.random.key(1), (*leading, width))
-  return {
-    'nnx_ext': Step(adapted, x),
-    'nnx.LoRA': Step(_wrapped(base, rank, rngs), x),
-    'W + s A B': Step(adapted, x, loss=_merged(squares)),
-    'full': Step(base, x, wrt=nnx.Param),
-  }
+  x = _normal(*leading, width, dtype=dtype)
+  training = Training(base, x, rank)
+  others = {}
+  if peft:
+    others[PEFT] = lambda: _peft(training, exact)
+  count = math.prod(leading)
+  limit = flops.blocks(count, width, hidden, rank, depth=depth)
+  return training.case(limit, others=others)
 
 
-def dora(
-  width: int = 1024, hidden: int = 4096, tokens: int = 512, rank: int = 8
-) -> dict[str, Step]:
-  """One block, with DoRA and without."""
-  base = Block(width, hidden, rngs=nnx.Rngs(0))
-  x = jax.random.normal(jax.random.key(1), (tokens, width))
-  make = lambda **options: nnx_ext.apply_lora(
-    base, rank=rank, rngs=nnx.Rngs(1), **options
-  )
-  return {
-    'nnx_ext': Step(make(dora=True), x),
-    'LoRA': Step(make(), x),
-    'W + s A B': Step(make(dora=True), x, loss=_merged(squares)),
-    'full': Step(base, x, wrt=nnx.Param),
-  }
-
-
-def embed(
-  vocabulary: int = 32_000, width: int = 1024, tokens: int = 512, rank: int = 8
-) -> dict[str, Step]:
-  """The look-up of an embedding: gradients alone, from those of its output."""
-  base = nnx.Embed(vocabulary, width, rngs=nnx.Rngs(0))
-  ids = jax.random.randint(jax.random.key(1), (tokens,), 0, vocabulary)
-  direction = jax.random.normal(jax.random.key(2), (tokens, width))
-  loss = lambda model, ids: jnp.vdot(model(ids), direction)
-  return _gradients(base, ids, rank, loss)
-
-
-def attend(
-  vocabulary: int = 32_000, width: int = 1024, tokens: int = 512, rank: int = 8
-) -> dict[str, Step]:
-  """The logits of a tied embedding: gradients alone."""
-  base = nnx.Embed(vocabulary, width, rngs=nnx.Rngs(0))
-  x = jax.random.normal(jax.random.key(1), (tokens, width))
-  loss = lambda model, x: jnp.mean(jax.nn.logsumexp(model.attend(x), -1))
-  return _gradients(base, x, rank, loss)
-
-
-def conv(
-  channels: int = 128, size: int = 32, batch: int = 8, rank: int = 8
-) -> dict[str, Step]:
-  """A 3 by 3 convolution: gradients alone."""
-  base = nnx.Conv(channels, channels, (3, 3), rngs=nnx.Rngs(0))
-  shape = batch, size, size, channels
-  return _gradients(base, jax.random.normal(jax.random.key(1), shape), rank)
-
-
-def recurrent(
-  width: int = 512, batch: int = 8, length: int = 64, rank: int = 8
-) -> dict[str, Step]:
-  """An LSTM over a sequence: gradients alone."""
-  rngs = nnx.Rngs(0)
-  base = nnx.RNN(nnx.OptimizedLSTMCell(width, width, rngs=rngs))
-  shape = batch, length, width
-  return _gradients(base, jax.random.normal(jax.random.key(1), shape), rank)
+def layer(
+  width: int = 512,
+  hidden: int = 2048,
+  heads: int = 8,
+  batch: int = 1,
+  tokens: int = 256,
+  rank: int = 8,
+  dtype: tp.Any = jnp.float32,
+) -> steps.Case:
+  """A transformer's layer, all of its six weights adapted."""
+  base = Layer(width, hidden, heads, dtype=dtype, rngs=nnx.Rngs(0))
+  x = _normal(batch, tokens, width, dtype=dtype)
+  limit = flops.attention(batch, tokens, width, rank)
+  limit += flops.blocks(batch * tokens, width, hidden, rank, to_input=True)
+  return Training(base, x, rank).case(limit, UPSTREAM)
 
 
 def attention(
-  width: int = 512, heads: int = 8, tokens: int = 256, rank: int = 8
-) -> dict[str, Step]:
-  """The four projections of self-attention, trained."""
-  base = nnx.MultiHeadAttention(
-    num_heads=heads, in_features=width, decode=False, rngs=nnx.Rngs(0)
+  width: int = 512,
+  heads: int = 8,
+  batch: int = 1,
+  tokens: int = 256,
+  rank: int = 8,
+  dtype: tp.Any = jnp.float32,
+) -> steps.Case:
+  """The four projections of self-attention."""
+  base = _attention(width, heads, dtype, nnx.Rngs(0))
+  x = _normal(batch, tokens, width, dtype=dtype)
+  limit = flops.attention(batch, tokens, width, rank)
+  return Training(base, x, rank).case(limit, UPSTREAM)
+
+
+def dora(
+  width: int = 1024,
+  hidden: int = 4096,
+  tokens: int = 512,
+  rank: int = 8,
+  dtype: tp.Any = jnp.float32,
+) -> steps.Case:
+  """One block with DoRA, and with LoRA, which is less work."""
+  base = Block(width, hidden, dtype=dtype, rngs=nnx.Rngs(0))
+  training = Training(
+    base, _normal(tokens, width, dtype=dtype), rank, dora=True
   )
-  adapted = nnx_ext.apply_lora(base, rank=rank, rngs=nnx.Rngs(1))
-  x = jax.random.normal(jax.random.key(1), (1, tokens, width))
-  return {
-    'nnx_ext': Step(adapted, x),
-    'W + s A B': Step(adapted, x, loss=_merged(squares)),
-    'full': Step(base, x, wrt=nnx.Param),
+  lora = dataclasses.replace(training, dora=False)
+  limit = flops.blocks(tokens, width, hidden, rank, whole=True)
+  others = {'LoRA': lora.nnx_ext}
+  return training.case(limit, UPSTREAM, QWIX, others=others)
+
+
+def conv(
+  channels: int = 128,
+  size: int = 32,
+  batch: int = 8,
+  rank: int = 8,
+  dtype: tp.Any = jnp.float32,
+) -> steps.Case:
+  """A 3 by 3 convolution: gradients alone."""
+  base = nnx.Conv(
+    channels, channels, (3, 3), param_dtype=dtype, rngs=nnx.Rngs(0)
+  )
+  x = _normal(batch, size, size, channels, dtype=dtype)
+  limit = flops.conv(batch, size, channels, rank)
+  return Training(base, x, rank, train=False).case(limit, UPSTREAM)
+
+
+def recurrent(
+  width: int = 512,
+  batch: int = 8,
+  length: int = 64,
+  rank: int = 8,
+  dtype: tp.Any = jnp.float32,
+) -> steps.Case:
+  """An LSTM over a sequence: gradients alone."""
+  cell = nnx.OptimizedLSTMCell(
+    width, width, param_dtype=dtype, rngs=nnx.Rngs(0)
+  )
+  x = _normal(batch, length, width, dtype=dtype)
+  return Training(nnx.RNN(cell), x, rank, train=False).case(
+    flops.recurrent(batch, width, rank),
+    QWIX,
+    whole_limit=flops.recurrent(batch * length, width, rank),
+  )
+
+
+def embed(
+  vocabulary: int = 32_000,
+  width: int = 1024,
+  tokens: int = 512,
+  rank: int = 8,
+  dtype: tp.Any = jnp.float32,
+) -> steps.Case:
+  """The look-up of an embedding: gradients alone, from those of its output."""
+  base = nnx.Embed(vocabulary, width, param_dtype=dtype, rngs=nnx.Rngs(0))
+  ids = jax.random.randint(jax.random.key(1), (tokens,), 0, vocabulary)
+  direction = _normal(tokens, width)
+  loss = lambda model, ids: jnp.vdot(model(ids), direction)
+  training = Training(base, ids, rank, loss, train=False, weight='embedding')
+  return training.case(6 * tokens * rank * width, UPSTREAM, QWIX)
+
+
+def attend(
+  vocabulary: int = 32_000,
+  width: int = 1024,
+  tokens: int = 512,
+  rank: int = 8,
+  dtype: tp.Any = jnp.float32,
+) -> steps.Case:
+  """The logits of a tied embedding: gradients alone."""
+  base = nnx.Embed(vocabulary, width, param_dtype=dtype, rngs=nnx.Rngs(0))
+  x = _normal(tokens, width, dtype=dtype)
+  loss = lambda model, x: jnp.mean(
+    jax.nn.logsumexp(model.attend(x).astype(jnp.float32), -1)
+  )
+  training = Training(base, x, rank, loss, train=False, weight='embedding')
+  limit = flops.weight(tokens, width, vocabulary, rank, to_input=False)
+  return training.case(limit, UPSTREAM, QWIX)
+
+
+def eager(width: int = 64, tokens: int = 8, rank: int = 8) -> steps.Case:
+  """One call of an adapted Linear outside of jit."""
+  x = jnp.ones((tokens, width))
+  base = nnx.Linear(width, width, rngs=nnx.Rngs(0))
+  linear = nnx.LoRALinear(width, width, lora_rank=rank, rngs=nnx.Rngs(0))
+  call = lambda make: lambda: steps.Eager(make(), (x,))
+  made = {
+    OURS: lambda: nnx_ext.apply_lora(base, rank=rank, rngs=nnx.Rngs(1)),
+    'nnx.LoRALinear': lambda: linear,
+    QWIX: lambda: qwix_model(base, rank, x),
+    'nnx.Linear': lambda: base,
   }
+  made = {name: call(make) for name, make in made.items()}
+  return steps.Case(made, 'nnx.LoRALinear')
 
 
-def _gradients(
-  base: nnx.Module, x: jax.Array, rank: int, loss: Loss = squares
-) -> dict[str, Step]:
-  adapted = nnx_ext.apply_lora(base, rank=rank, rngs=nnx.Rngs(1))
-  return {
-    'nnx_ext': Step(adapted, x, loss=loss, train=False),
-    'W + s A B': Step(adapted, x, loss=_merged(loss), train=False),
-    'full': Step(base, x, wrt=nnx.Param, loss=loss, train=False),
-  }
+def _peft(training: Training, exact: bool) -> peft_peer.Peft:
+  trained, _, weights, x = training.naive().arguments
+  return peft_peer.Peft(
+    trained, weights, x, exact=exact, learning_rate=LEARNING_RATE
+  )
 
 
-def _merged(loss: Loss) -> Loss:
-  """What is written by hand: the adapted weight is made, then used."""
-  return lambda model, x: loss(nnx_ext.merge_lora(model), x)
+def _attention(
+  width: int, heads: int, dtype: tp.Any, rngs: nnx.Rngs
+) -> nnx.MultiHeadAttention:
+  return nnx.MultiHeadAttention(
+    num_heads=heads,
+    in_features=width,
+    param_dtype=dtype,
+    decode=False,
+    rngs=rngs,
+  )
 
 
-def _wrapped(base: tp.Any, rank: int, rngs: nnx.Rngs) -> tp.Any:
-  """A copy with upstream's bypass beside each Linear."""
-  model = nnx.clone(base)
-  for block in model.layers:
-    for name in ('up', 'down'):
-      layer = getattr(block, name)
-      sizes = layer.in_features, rank, layer.out_features
-      wrapper = nnx.LoRA(*sizes, base_module=layer, rngs=rngs)
-      setattr(block, name, wrapper)
-  return model
+def _normal(*shape: int, dtype: tp.Any = jnp.float32) -> jax.Array:
+  return jax.random.normal(jax.random.key(1), shape, dtype)

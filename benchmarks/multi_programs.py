@@ -11,128 +11,31 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""Multi-loss steps to measure, each beside what users write by hand.
+"""Functions of several losses, with their arguments and routes."""
 
-A :class:`Program` is a function of several losses with its arguments and
-routes. Its steps return values and gradients:
-
-* ``multi``: ``nnx_ext.value_and_grad_multi``, one gradient a loss;
-* ``multi_sum``: the same with ``reduce='sum'``;
-* ``naive``: one ``nnx.value_and_grad`` a loss;
-* ``summed``: one ``nnx.value_and_grad`` of the sum of the losses, which is
-  right only where no loss leaks into what only another trains.
-"""
-
-import dataclasses
+import functools
 import typing as tp
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 
-import nnx_ext
-
-Step = tp.Callable[..., tp.Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class Program:
-  name: str
-  losses: tp.Callable[..., dict[str, jax.Array]]
-  arguments: tp.Callable[[], tuple]
-  argnums: tp.Any
-
-  def multi(self) -> Step:
-    return nnx_ext.value_and_grad_multi(self.losses, argnums=self.argnums)
-
-  def multi_sum(self) -> Step:
-    return nnx_ext.value_and_grad_multi(
-      self.losses, argnums=self.argnums, reduce='sum'
-    )
-
-  def naive(self) -> Step:
-    def alone(key):
-      return lambda *args: self.losses(*args)[key]
-
-    steps = {
-      key: nnx.value_and_grad(alone(key), argnums=argnums)
-      for key, argnums in self.argnums.items()
-    }
-    return lambda *args: {key: step(*args) for key, step in steps.items()}
-
-  def summed(self) -> Step:
-    argnums = sorted(
-      {
-        entry.argnum if isinstance(entry, nnx.DiffState) else entry
-        for entry in self.argnums.values()
-      }
-    )
-    return nnx.value_and_grad(
-      lambda *args: sum(self.losses(*args).values()), argnums=tuple(argnums)
-    )
-
-  def steps(self) -> dict[str, Step]:
-    return {
-      'multi': self.multi(),
-      'multi_sum': self.multi_sum(),
-      'naive': self.naive(),
-      'summed': self.summed(),
-    }
+from benchmarks.multi_models import MLP, Heads, Scanned, Transformer
+from benchmarks.multi_ways import Program
 
 
-class MLP(nnx.Module):
-  def __init__(self, sizes, *, dropout: float = 0.0, rngs: nnx.Rngs):
-    self.layers = nnx.List(
-      [nnx.Linear(i, o, rngs=rngs) for i, o in zip(sizes, sizes[1:])]
-    )
-    self.dropout = nnx.Dropout(dropout, rngs=rngs) if dropout else None
-
-  def __call__(self, x):
-    for layer in self.layers:
-      x = jnp.tanh(layer(x))
-      if self.dropout is not None:
-        x = self.dropout(x)
-    return x
+def _dense(rows: int, sizes: tp.Sequence[int]) -> list[int]:
+  """The flops of each layer's product."""
+  return [2 * rows * i * o for i, o in zip(sizes, sizes[1:])]
 
 
-class Scanned(nnx.Module):
-  """Layers of one width, their weights stacked, run by a scan."""
-
-  def __init__(self, depth: int, width: int, *, rngs: nnx.Rngs):
-    @nnx.split_rngs(splits=depth)
-    @nnx.vmap
-    def stack(rngs):
-      return nnx.Linear(width, width, rngs=rngs)
-
-    self.layers = stack(rngs)
-
-  def __call__(self, x):
-    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-    def forward(x, layer):
-      return jnp.tanh(layer(x))
-
-    return forward(x, self.layers)
+def _first_saves(forward: list[int]) -> int:
+  """Forward and backward of layers whose input is not differentiated."""
+  return 3 * sum(forward) - forward[0]
 
 
-class Heads(nnx.Module):
-  def __init__(self, trunk: nnx.Module, sizes, names, *, rngs: nnx.Rngs):
-    self.trunk = trunk
-    for name in names:
-      setattr(self, name, MLP(sizes, rngs=rngs))
-
-  def __call__(self, x):
-    h = self.trunk(x)
-    return {name: head(h)[:, 0] for name, head in self._heads()}
-
-  def _heads(self):
-    return [
-      (name, head) for name, head in vars(self).items() if name.startswith('h_')
-    ]
-
-
-def _batch(size: int, width: int) -> jax.Array:
-  return jax.random.normal(jax.random.key(7), (size, width))
+def _batch(size: int, width: int, dtype=jnp.float32) -> jax.Array:
+  return jax.random.normal(jax.random.key(7), (size, width), dtype)
 
 
 def actor_critic_losses(actor, critic, x) -> dict[str, jax.Array]:
@@ -145,30 +48,38 @@ def actor_critic_losses(actor, critic, x) -> dict[str, jax.Array]:
   }
 
 
-def separate(width: int = 128, size: int = 64) -> Program:
+def separate(width: int = 128, size: int = 64, dtype=jnp.float32) -> Program:
   """An actor and a critic, each with a loss of its own."""
+  actor_sizes = width, width, width, 8
+  critic_sizes = width, width, width, 1
 
   def arguments():
     rngs = nnx.Rngs(0)
-    actor = MLP((width, width, width, 8), rngs=rngs)
-    critic = MLP((width, width, width, 1), rngs=rngs)
-    return actor, critic, _batch(size, width)
+    actor = MLP(actor_sizes, dtype=dtype, rngs=rngs)
+    critic = MLP(critic_sizes, dtype=dtype, rngs=rngs)
+    return actor, critic, _batch(size, width, dtype)
 
+  limit = sum(
+    _first_saves(_dense(size, sizes)) for sizes in (actor_sizes, critic_sizes)
+  )
   argnums = {'policy': 0, 'value': 1}
-  return Program('separate', actor_critic_losses, arguments, argnums)
+  return Program(actor_critic_losses, arguments, argnums, limit, limit)
 
 
-def scanned(depth: int = 6, width: int = 64, size: int = 32) -> Program:
+def scanned(
+  depth: int = 6, width: int = 64, size: int = 32, dtype=jnp.float32
+) -> Program:
   """The same with scanned networks: XLA does not merge the naive forwards."""
 
   def arguments():
     rngs = nnx.Rngs(0)
-    actor = Scanned(depth, width, rngs=rngs)
-    critic = Scanned(depth, width, rngs=rngs)
-    return actor, critic, _batch(size, width)
+    actor = Scanned(depth, width, dtype=dtype, rngs=rngs)
+    critic = Scanned(depth, width, dtype=dtype, rngs=rngs)
+    return actor, critic, _batch(size, width, dtype)
 
+  limit = 2 * 3 * 2 * size * width**2
   argnums = {'policy': 0, 'value': 1}
-  return Program('scanned', actor_critic_losses, arguments, argnums)
+  return Program(actor_critic_losses, arguments, argnums, limit, limit, depth)
 
 
 def heads(
@@ -180,6 +91,7 @@ def heads(
   hidden: bool = True,
   leak: bool = False,
   dropout: float = 0.0,
+  dtype=jnp.float32,
 ) -> Program:
   """Heads on one trunk, each trained with the trunk by a loss of its own.
 
@@ -187,77 +99,89 @@ def heads(
   than its output layer. With ``leak`` the last loss reads the first head's
   output too. ``dropout`` draws from a stream of the model's own.
   """
+  trunk_sizes = (width,) * (depth + 1)
+  head_sizes = (width, width, 1) if hidden else (width, 1)
+
+  def make(rngs):
+    return MLP(trunk_sizes, dropout=dropout, dtype=dtype, rngs=rngs)
+
+  trunk, head = _dense(size, trunk_sizes), _dense(size, head_sizes)
+  forward = sum(trunk) + count * sum(head)
+  back, of_heads = 2 * sum(trunk) - trunk[0], 2 * count * sum(head)
+  # Through the head that is leaked into, and not to its weights; the sum has
+  # both losses' cotangents there, and one of them alone for the weights.
+  through, alone = (sum(head), sum(head[1:])) if leak else (0, 0)
+  return Program(
+    losses=functools.partial(_heads_losses, count, leak),
+    arguments=functools.partial(
+      _heads_arguments, make, head_sizes, count, _batch(size, width, dtype)
+    ),
+    argnums=_heads_argnums(count),
+    limit=forward + of_heads + count * back + through,
+    sum_limit=forward + of_heads + back + alone,
+  )
+
+
+def transformer(
+  depth: int = 6,
+  width: int = 128,
+  size: int = 8,
+  length: int = 64,
+  *,
+  remat: bool = False,
+  dtype=jnp.float32,
+) -> Program:
+  """Two heads on a scanned transformer, whose layers may be recomputed."""
+  head_sizes = width, width, 1
+  shape = size, length, width
+
+  def make(rngs):
+    return Transformer(depth, width, remat=remat, dtype=dtype, rngs=rngs)
+
+  tokens = size * length
+  # Four projections, two products of attention, a feed-forward of four widths.
+  layer = tokens * (24 * width**2 + 4 * length * width)
+  head = 3 * sum(_dense(tokens, head_sizes))
+  return Program(
+    losses=functools.partial(_heads_losses, 2, False),
+    arguments=functools.partial(
+      _heads_arguments,
+      make,
+      head_sizes,
+      2,
+      jax.random.normal(jax.random.key(7), shape, dtype),
+    ),
+    argnums=_heads_argnums(2),
+    limit=5 * layer + 2 * head,
+    sum_limit=3 * layer + 2 * head,
+    rounds=depth,
+    outside=2 * head,
+  )
+
+
+def _heads_losses(count: int, leak: bool, model: Heads, x: jax.Array):
+  y = model(x)
+  out = {
+    f'h_{i}': jnp.mean((y[f'h_{i}'] - i).astype(jnp.float32) ** 2)
+    for i in range(count)
+  }
+  if leak:
+    last = f'h_{count - 1}'
+    out[last] += jnp.mean(y[last] * y['h_0'])
+  return out
+
+
+def _heads_arguments(make, head_sizes, count: int, x: jax.Array):
+  rngs = nnx.Rngs(0)
   names = [f'h_{i}' for i in range(count)]
-
-  def losses(model, x):
-    y = model(x)
-    out = {name: jnp.mean((y[name] - i) ** 2) for i, name in enumerate(names)}
-    if leak:
-      out[names[-1]] += jnp.mean(y[names[-1]] * y[names[0]])
-    return out
-
-  def arguments():
-    rngs = nnx.Rngs(0)
-    trunk = MLP((width,) * (depth + 1), dropout=dropout, rngs=rngs)
-    sizes = (width, width, 1) if hidden else (width, 1)
-    return Heads(trunk, sizes, names, rngs=rngs), _batch(size, width)
-
-  argnums = {name: nnx.DiffState(0, _trunk_and(name)) for name in names}
-  name = 'heads_leak' if leak else 'heads_dropout' if dropout else 'heads'
-  return Program(f'{name}_{count}', losses, arguments, argnums)
+  return Heads(make(rngs), head_sizes, names, dtype=x.dtype, rngs=rngs), x
 
 
-def _trunk_and(name: str):
-  return nnx.All(
-    nnx.Param, nnx.Any(nnx.PathContains('trunk'), nnx.PathContains(name))
-  )
+def _heads_argnums(count: int) -> dict[str, nnx.DiffState]:
+  def trunk_and(name):
+    return nnx.All(
+      nnx.Param, nnx.Any(nnx.PathContains('trunk'), nnx.PathContains(name))
+    )
 
-
-def a2c_step(program: Program, step: str = 'multi') -> tuple[Step, tuple]:
-  """A whole training step of an actor-critic program, with two Adams."""
-  actor, critic, x = program.arguments()
-  optimizers = tuple(
-    nnx.Optimizer(module, optax.adam(1e-3), wrt=nnx.Param)
-    for module in (actor, critic)
-  )
-  value_and_grad = program.steps()[step]
-
-  def train(actor, critic, actor_optimizer, critic_optimizer, x):
-    out = value_and_grad(actor, critic, x)
-    if step == 'naive':
-      losses = {key: value for key, (value, _) in out.items()}
-      grads = {key: grad for key, (_, grad) in out.items()}
-    else:
-      losses, grads = out
-    actor_optimizer.update(actor, grads['policy'])
-    critic_optimizer.update(critic, grads['value'])
-    return losses
-
-  return train, (actor, critic, *optimizers, x)
-
-
-def compiled(step: Step, arguments: tuple) -> tuple[tp.Any, nnx.State]:
-  """``step`` compiled as a pure function of the arguments' state, and that
-  state.
-  """
-  graphdef, state = nnx.split(arguments)
-
-  def pure(state):
-    arguments = nnx.merge(graphdef, state)
-    out = step(*arguments)
-    return out, nnx.state(arguments)
-
-  return jax.jit(pure).lower(state).compile(), state
-
-
-def flops(compiled) -> float:
-  """XLA's count of floating point operations; a loop's body counts once."""
-  return compiled.cost_analysis()['flops']
-
-
-def temporary_bytes(compiled) -> int:
-  return compiled.memory_analysis().temp_size_in_bytes
-
-
-def loops(compiled) -> int:
-  return compiled.as_text().count(' while(')
+  names = [f'h_{i}' for i in range(count)]
+  return {name: nnx.DiffState(0, trunk_and(name)) for name in names}

@@ -11,15 +11,13 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""Four CPU devices, no implicit rank promotion: as strict as CI.
-
-Most of the time of these tests is XLA compiling tiny programs, so it is asked
-to optimize little; tests of compiled programs ask for more.
-"""
+"""Four CPU devices, no implicit rank promotion: as strict as CI."""
 
 import jax
 
+from tests import compiler
+
+compiler.hurry()
 jax.config.update('jax_platforms', 'cpu')
 jax.config.update('jax_num_cpu_devices', 4)
 jax.config.update('jax_numpy_rank_promotion', 'raise')
-jax.config.update('jax_disable_most_optimizations', True)

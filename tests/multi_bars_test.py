@@ -18,57 +18,49 @@ Never a time: these repeat to the digit.
 
 import jax
 import jax.numpy as jnp
+import optax
 from absl.testing import parameterized
 from flax import nnx
 
 import nnx_ext
 from benchmarks import multi_programs as programs
+from benchmarks import steps
+from tests import compiler
 
 # Program, step to hold, peer, and the most that step / peer may be.
 FLOPS = {
-  'separate': (programs.separate(), 'multi', 'naive', 1.01),
-  'heads': (programs.heads(2), 'multi', 'naive', 1.01),
-  'heads_sum': (programs.heads(2), 'multi_sum', 'summed', 1.01),
-  'heads_16': (programs.heads(16, 32, 16), 'multi', 'naive', 1.01),
-  'leak': (programs.heads(2, leak=True), 'multi_sum', 'naive', 0.75),
+  'separate': (programs.separate(), 'nnx_ext', 'naive', 1.01),
+  'heads': (programs.heads(2), 'nnx_ext', 'naive', 1.01),
+  'heads_sum': (programs.heads(2), 'nnx_ext, sum', 'sum of losses', 1.01),
+  'heads_16': (programs.heads(16, 32, 16), 'nnx_ext', 'naive', 1.01),
+  'leak': (programs.heads(2, leak=True), 'nnx_ext, sum', 'naive', 0.75),
   'dropout': (
     programs.heads(2, depth=8, hidden=False, dropout=0.3),
-    'multi',
+    'nnx_ext',
     'naive',
     0.86,
   ),
-  'scanned': (programs.scanned(), 'multi', 'naive', 0.87),
+  'scanned': (programs.scanned(), 'nnx_ext', 'naive', 0.87),
 }
 
 
-def setUpModule():
-  jax.config.update('jax_disable_most_optimizations', False)
-
-
-def tearDownModule():
-  jax.config.update('jax_disable_most_optimizations', True)
+def _figures(program: programs.Program, name: str) -> steps.Figures:
+  step = steps.jitted(program.function(name), program.arguments())
+  return compiler.figures(step)
 
 
 class MultiBarsTest(parameterized.TestCase):
   @parameterized.product(case=list(FLOPS))
   def test_flops(self, case):
     program, step, peer, bar = FLOPS[case]
-    steps = program.steps()
-    flops, of_peer = (
-      programs.flops(programs.compiled(steps[name], program.arguments())[0])
-      for name in (step, peer)
-    )
+    flops, of_peer = (_figures(program, name).flops for name in (step, peer))
     self.assertGreater(of_peer, 1e4)
     self.assertLessEqual(flops / of_peer, bar)
 
   def test_scanned_loops(self):
     program = programs.scanned()
-    loops = {
-      name: programs.loops(programs.compiled(step, program.arguments())[0])
-      for name, step in program.steps().items()
-    }
-    self.assertEqual(loops['multi'], 4)
-    self.assertEqual(loops['naive'], 5)
+    self.assertEqual(_figures(program, 'nnx_ext').loops, 4)
+    self.assertEqual(_figures(program, 'naive').loops, 5)
 
   def test_temporary_bytes_of_a_scanned_step(self):
     program = programs.scanned(depth=12)
@@ -86,12 +78,10 @@ class MultiBarsTest(parameterized.TestCase):
       (grads,) = transpose(tuple(jnp.ones_like(v) for v in values))
       return values, grads, states
 
-    hand = jax.jit(by_hand).lower(states).compile()
-    ours, _ = programs.compiled(program.multi(), program.arguments())
-    self.assertGreater(programs.temporary_bytes(hand), 1e4)
-    self.assertLessEqual(
-      programs.temporary_bytes(ours), 1.05 * programs.temporary_bytes(hand)
-    )
+    hand = compiler.figures(steps.Jitted(by_hand, (states,)))
+    ours = _figures(program, 'nnx_ext')
+    self.assertGreater(hand.temporary_bytes, 1e4)
+    self.assertLessEqual(ours.temporary_bytes, 1.05 * hand.temporary_bytes)
 
   def test_one_trace_over_100_calls(self):
     program = programs.separate(width=8, size=4)
@@ -101,13 +91,25 @@ class MultiBarsTest(parameterized.TestCase):
       calls.append(None)
       return program.losses(*args)
 
-    step, (actor, critic, *rest) = programs.a2c_step(
-      programs.Program('', counted, program.arguments, program.argnums)
+    value_and_grad = nnx_ext.value_and_grad_multi(
+      counted, argnums=program.argnums
     )
-    step = nnx.jit(step)
-    first = step(actor, critic, *rest)
+
+    @nnx.jit
+    def step(actor, critic, actor_optimizer, critic_optimizer, x):
+      values, grads = value_and_grad(actor, critic, x)
+      actor_optimizer.update(actor, grads['policy'])
+      critic_optimizer.update(critic, grads['value'])
+      return values
+
+    *modules, x = program.arguments()
+    optimizers = [
+      nnx.Optimizer(module, optax.adam(1e-3), wrt=nnx.Param)
+      for module in modules
+    ]
+    first = step(*modules, *optimizers, x)
     for _ in range(99):
-      last = step(actor, critic, *rest)
+      last = step(*modules, *optimizers, x)
     self.assertLen(calls, 1)
     self.assertLess(float(last['value']), float(first['value']))
 

@@ -18,97 +18,66 @@ import jax.numpy as jnp
 from absl.testing import parameterized
 from flax import nnx
 
-import nnx_ext
-from benchmarks import multi_programs as programs
+from benchmarks import reparam_models as models
+from benchmarks import reparam_programs as programs
+from tests import compiler
 
 WIDTH, DEPTH, SIZE = 64, 6, 32
 
 
 def _mlp():
-  return programs.MLP((WIDTH,) * (DEPTH + 1), rngs=nnx.Rngs(0))
+  return models.MLP(DEPTH, WIDTH, rngs=nnx.Rngs(0))
 
 
 def _scanned():
-  return programs.Scanned(DEPTH, WIDTH, rngs=nnx.Rngs(0))
+  return models.Scanned(DEPTH, WIDTH, rngs=nnx.Rngs(0))
 
 
-def _noise(params):
-  keys = jax.random.split(jax.random.key(3), len(jax.tree.leaves(params)))
-  leaves, treedef = jax.tree.flatten(params)
-  drawn = [jax.random.normal(k, x.shape) for k, x in zip(keys, leaves)]
-  return jax.tree.unflatten(treedef, drawn)
+def _drawn(mean, rho, noise):
+  return mean + jax.nn.softplus(rho) * noise
 
 
-def _mean_field(theta, params):
-  """One draw of Gaussian weights, given its noise."""
-  return jax.tree.map(
-    lambda mean, rho, noise: mean + jax.nn.softplus(rho) * noise,
-    theta['mean'],
-    theta['rho'],
-    theta['noise'],
-  )
+def _mean_field(params):
+  def gaussian(x):
+    noise = jax.random.normal(jax.random.key(3), x.shape)
+    return {'mean': x, 'rho': jnp.full_like(x, -3.0), 'noise': noise}
+
+  theta = jax.tree.map(gaussian, params)
+  return theta, models.made_of(_drawn, 'mean', 'rho', 'noise')
 
 
-def _weight_norm(theta, params):
-  def normed(v, g):
-    if v.ndim < 2:
-      return v
-    norm = jnp.sqrt(jnp.sum(v**2, axis=-2, keepdims=True))
-    return v * g[..., None, :] / norm
+def _weight_norm(params):
+  def directions(path, x):
+    if path[-1].key != 'kernel':
+      return x
+    return {'v': x, 'g': jnp.linalg.norm(x, axis=-2)}
 
-  return jax.tree.map(normed, theta['v'], theta['g'])
-
-
-def _theta(kind, params):
-  if kind == 'mean_field':
-    rho = jax.tree.map(lambda x: jnp.full(x.shape, -3.0), params)
-    return {'mean': params, 'rho': rho, 'noise': _noise(params)}
-  norms = jax.tree.map(
-    lambda x: jnp.sqrt(jnp.sum(x**2, axis=-2)) if x.ndim > 1 else x, params
-  )
-  return {'v': params, 'g': norms}
-
-
-TRANSFORMS = {'mean_field': _mean_field, 'weight_norm': _weight_norm}
-
-
-def _loss(model, x):
-  return jnp.mean((model(x) - 1.0) ** 2)
-
-
-def setUpModule():
-  jax.config.update('jax_disable_most_optimizations', False)
-
-
-def tearDownModule():
-  jax.config.update('jax_disable_most_optimizations', True)
+  return jax.tree.map_with_path(directions, params), models.NORMED
 
 
 class ReparamBarsTest(parameterized.TestCase):
-  @parameterized.product(kind=list(TRANSFORMS), make=[_mlp, _scanned])
-  def test_flops_and_temporary_bytes(self, kind, make):
-    transform = TRANSFORMS[kind]
+  @parameterized.product(
+    make_theta=[_mean_field, _weight_norm], make=[_mlp, _scanned]
+  )
+  def test_flops_and_temporary_bytes(self, make_theta, make):
     model, x = make(), jnp.ones((SIZE, WIDTH))
-    graphdef, state = nnx.split(model)
-    params = nnx.as_pure(state)
-    theta = _theta(kind, params)
-
-    def by_hand(theta, state):
-      def loss(theta):
-        return _loss(nnx.merge(graphdef, transform(theta, None)), x)
-
-      return jax.value_and_grad(loss)(theta), state
-
-    def ours(theta, state):
-      model = nnx.merge(graphdef, state)
-      out = nnx_ext.reparam_value_and_grad(_loss, transform)(theta, model, x)
-      return out, nnx.state(model)
-
+    params = nnx.to_pure_dict(nnx.state(model))
+    theta, weights = make_theta(params)
     hand, step = (
-      jax.jit(f).lower(theta, state).compile() for f in (by_hand, ours)
+      compiler.figures(of(weights, theta, model, x))
+      for of in (models.hand_step, models.reparam_step)
     )
-    self.assertGreater(programs.flops(hand), 1e5)
-    self.assertLessEqual(programs.flops(step), 1.01 * programs.flops(hand))
-    self.assertLessEqual(
-      programs.temporary_bytes(step), 1.05 * programs.temporary_bytes(hand)
+    self._assert_no_more(step, hand)
+
+  def test_weight_norm_at_the_weight(self):
+    case = programs.weight_norm(3, 256, 256, peers=False)
+    step, hand = (
+      compiler.figures(case.steps[name]())
+      for name in ('parametrize', 'by hand')
     )
+    self._assert_no_more(step, hand)
+
+  def _assert_no_more(self, step, hand):
+    self.assertGreater(hand.flops, 1e5)
+    self.assertLessEqual(step.flops, 1.01 * hand.flops)
+    self.assertLessEqual(step.temporary_bytes, 1.05 * hand.temporary_bytes)

@@ -23,25 +23,23 @@ from flax import nnx
 
 import nnx_ext
 from benchmarks import lora_programs as programs
-from benchmarks.multi_programs import flops, temporary_bytes
+from benchmarks import steps
+from tests import compiler
 
 WIDTH, HIDDEN, TOKENS, RANK, DEPTH = 1024, 4096, 512, 8, 4
 
 
-def setUpModule():
-  jax.config.update('jax_disable_most_optimizations', False)
-
-
-def tearDownModule():
-  jax.config.update('jax_disable_most_optimizations', True)
+def figures(case: steps.Case, name: str) -> steps.Figures:
+  return compiler.figures(case.steps[name]())
 
 
 class BlocksTest(parameterized.TestCase):
   @classmethod
   def setUpClass(cls):
     super().setUpClass()
-    steps = programs.blocks(WIDTH, HIDDEN, TOKENS, RANK, DEPTH)
-    cls.compiled = {name: step.compile()[0] for name, step in steps.items()}
+    case = programs.blocks(WIDTH, HIDDEN, TOKENS, RANK, DEPTH)
+    names = 'nnx_ext', 'nnx.LoRA', 'W + s A B', 'full'
+    cls.figures = {name: figures(case, name) for name in names}
 
   def test_flops_are_those_of_the_factored_form(self):
     # Forward 2Tkn + 2Tr(k + n); backward 2Tkn for the input, twice 2Tr(k + n).
@@ -54,23 +52,22 @@ class BlocksTest(parameterized.TestCase):
 
   def test_temporary_bytes_are_those_of_a_bypass(self):
     ours, peer = (
-      temporary_bytes(self.compiled[name]) for name in ('nnx_ext', 'nnx.LoRA')
+      self.figures[name].temporary_bytes for name in ('nnx_ext', 'nnx.LoRA')
     )
     self.assertGreater(peer, 1e7)
     self.assertLessEqual(ours, 1.01 * peer)
 
   def _flops(self, name: str) -> float:
-    return flops(self.compiled[name])
+    return self.figures[name].flops
 
 
 class LayersTest(parameterized.TestCase):
   def test_a_lookup_never_makes_the_table(self):
     vocabulary, width = 32_000, 1024
-    steps = programs.embed(vocabulary, width)
+    case = programs.embed(vocabulary, width)
     table = 4 * vocabulary * width
     ours, merged = (
-      temporary_bytes(steps[name].compile()[0])
-      for name in ('nnx_ext', 'W + s A B')
+      figures(case, name).temporary_bytes for name in ('nnx_ext', 'W + s A B')
     )
     self.assertLessEqual(ours, table / 50)
     self.assertGreater(merged, table)
@@ -79,17 +76,17 @@ class LayersTest(parameterized.TestCase):
     ('conv', 0.6), ('recurrent', 0.5), ('attend', 0.52), ('attention', 0.7)
   )
   def test_flops_beside_the_merged_weight(self, program, bar):
-    steps = getattr(programs, program)()
+    case = getattr(programs, program)()
     ours, merged = (
-      flops(steps[name].compile()[0]) for name in ('nnx_ext', 'W + s A B')
+      figures(case, name).flops for name in ('nnx_ext', 'W + s A B')
     )
     self.assertGreater(merged, 1e7)
     self.assertLessEqual(ours / merged, bar)
 
   def test_dora_forms_no_gradient_of_the_weight(self):
-    steps = programs.dora()
+    case = programs.dora()
     ours, plain, full = (
-      flops(steps[name].compile()[0]) for name in ('nnx_ext', 'LoRA', 'full')
+      figures(case, name).flops for name in ('nnx_ext', 'LoRA', 'full')
     )
     self.assertLessEqual(ours, 1.02 * plain)
     self.assertLessEqual(ours, 0.65 * full)
