@@ -177,6 +177,8 @@ def growth(steps: list[Step]) -> str:
         ],
       )
       exponents = [exponent(sizes, each) for each in costs]
+      if not any(exponents):
+        continue
       cells = ['' if one is None else f'{one:.2f}' for one in exponents]
       lines.append(
         f'| {title if i == 0 else ""} | {step} | {" | ".join(cells)} |'
