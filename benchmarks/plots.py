@@ -20,13 +20,14 @@ import typing as tp
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from benchmarks import tables
 
 # The same bytes for the same numbers.
 matplotlib.rcParams['svg.hashsalt'] = 'nnx_ext'
 MARKERS = 'os^DvPX*<>'
+RATIOS = 0.1, 0.25, 0.5, 1, 2, 4, 16, 64, 256, 1024
 
 
 def draw(result: dict, pillar: str, path: pathlib.Path) -> None:
@@ -91,11 +92,13 @@ def _ratios(
       value = ratio(step, base)
       if value is not None:
         axes.plot(value, row, markersize=5, alpha=0.85, **styles[step['step']])
+  low, high = axes.get_xlim()
+  low, high = min(low, 0.4), max(high, 2.5)  # ratios near 1 look near 1
+  axes.set_xlim(low, high)
   axes.axvline(1.0, color='0.6', linewidth=0.8, zorder=0)
   axes.set_xscale('log')
-  axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f'{x:g}'))
-  axes.xaxis.set_minor_formatter(NullFormatter())
-  axes.set_xticks([0.25, 0.5, 1, 2, 4])
+  _plain_numbers(axes.xaxis)
+  axes.set_xticks([x for x in RATIOS if low <= x <= high])
   axes.grid(axis='x', alpha=0.3)
   axes.spines[['top', 'right']].set_visible(False)
 
@@ -103,10 +106,11 @@ def _ratios(
 def _growth(
   axes: Axes, name: str, of_series: dict[str, list[dict]], styles: dict
 ) -> None:
+  sizes = set()
   for step, grown in of_series.items():
-    sizes = [one['series'][1] for one in grown]
+    sizes |= {one['series'][1] for one in grown}
     axes.plot(
-      sizes,
+      [one['series'][1] for one in grown],
       [1e3 * one['seconds'] for one in grown],
       markersize=5,
       linewidth=1,
@@ -114,10 +118,16 @@ def _growth(
     )
   axes.set_xscale('log', base=2)
   axes.set_yscale('log')
+  axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
   for axis in (axes.xaxis, axes.yaxis):
-    axis.set_major_formatter(FuncFormatter(lambda x, _: f'{x:g}'))
-  axes.set_xticks(sizes)
+    _plain_numbers(axis)
+  axes.set_xticks(sorted(sizes))
   axes.set_xlabel(name)
   axes.set_ylabel('ms')
   axes.grid(alpha=0.3)
   axes.spines[['top', 'right']].set_visible(False)
+
+
+def _plain_numbers(axis: tp.Any) -> None:
+  axis.set_major_formatter(FuncFormatter(lambda x, _: f'{x:g}'))
+  axis.set_minor_locator(NullLocator())
