@@ -29,6 +29,7 @@ import pytest
 from flax import nnx
 
 from benchmarks import steps as measured
+from benchmarks.multi_programs import dense, first_saves
 
 STEPS = ('nnx_ext', 'naive')
 _PATH = pathlib.Path(__file__).parents[1] / 'docs/examples/a2c_cartpole.py'
@@ -46,6 +47,7 @@ def _example() -> types.ModuleType:
 def case(networks: str, steps: int = 128, envs: int = 64) -> measured.Case:
   """The example's update of ``steps`` in ``envs`` environments."""
   naive = {'two networks': _naive, 'shared trunk': _naive_shared}[networks]
+  limit = {'two networks': _limit, 'shared trunk': _limit_shared}[networks]
   make = functools.partial(_step, networks, steps, envs)
   return measured.Case(
     steps={
@@ -55,7 +57,21 @@ def case(networks: str, steps: int = 128, envs: int = 64) -> measured.Case:
       'naive': functools.partial(make, naive),
     },
     baseline='naive',
+    limit=limit(steps * envs),
   )
+
+
+def _limit(rows: int) -> float:
+  """Of the products of an actor and a critic, 4 to 64 to 64 to 2 or 1."""
+  actor = first_saves(dense(rows, (4, 64, 64, 2)))
+  critic = first_saves(dense(rows, (4, 64, 64, 1)))
+  return actor + critic + sum(dense(rows, (4, 64, 64, 1)))
+
+
+def _limit_shared(rows: int) -> float:
+  """The same of one network with both heads."""
+  network = first_saves(dense(rows, (4, 64, 64, 3)))
+  return network + sum(dense(rows, (4, 64, 64, 1)))
 
 
 def _step(

@@ -24,12 +24,12 @@ from benchmarks.multi_models import MLP, Heads, Scanned, Transformer
 from benchmarks.multi_ways import Program
 
 
-def _dense(rows: int, sizes: tp.Sequence[int]) -> list[int]:
+def dense(rows: int, sizes: tp.Sequence[int]) -> list[int]:
   """The flops of each layer's product."""
   return [2 * rows * i * o for i, o in zip(sizes, sizes[1:])]
 
 
-def _first_saves(forward: list[int]) -> int:
+def first_saves(forward: list[int]) -> int:
   """Forward and backward of layers whose input is not differentiated."""
   return 3 * sum(forward) - forward[0]
 
@@ -60,7 +60,7 @@ def separate(width: int = 128, size: int = 64, dtype=jnp.float32) -> Program:
     return actor, critic, _batch(size, width, dtype)
 
   limit = sum(
-    _first_saves(_dense(size, sizes)) for sizes in (actor_sizes, critic_sizes)
+    first_saves(dense(size, sizes)) for sizes in (actor_sizes, critic_sizes)
   )
   argnums = {'policy': 0, 'value': 1}
   return Program(actor_critic_losses, arguments, argnums, limit, limit)
@@ -105,7 +105,7 @@ def heads(
   def make(rngs):
     return MLP(trunk_sizes, dropout=dropout, dtype=dtype, rngs=rngs)
 
-  trunk, head = _dense(size, trunk_sizes), _dense(size, head_sizes)
+  trunk, head = dense(size, trunk_sizes), dense(size, head_sizes)
   forward = sum(trunk) + count * sum(head)
   back, of_heads = 2 * sum(trunk) - trunk[0], 2 * count * sum(head)
   # Through the head that is leaked into, and not to its weights; the sum has
@@ -141,7 +141,7 @@ def transformer(
   tokens = size * length
   # Four projections, two products of attention, a feed-forward of four widths.
   layer = tokens * (24 * width**2 + 4 * length * width)
-  head = 3 * sum(_dense(tokens, head_sizes))
+  head = 3 * sum(dense(tokens, head_sizes))
   return Program(
     losses=functools.partial(_heads_losses, 2, False),
     arguments=functools.partial(
