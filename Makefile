@@ -55,8 +55,12 @@ bench: $(VENV)/bench/.stamp $(VENV)/interop/.stamp
 bench-check: $(VENV)/bench/.stamp $(VENV)/interop/.stamp
 	$(BENCH) -n $(JOBS) --sizes small --benchmark-disable $(ARGS)
 
+# Builds the site and runs its guides; pytest runs the docstrings' examples.
+SPHINX = $(VENV)/docs/bin/python -m sphinx -W --keep-going
+
 docs: $(VENV)/docs/.stamp
-	$(VENV)/docs/bin/python -m sphinx -W --keep-going -b html docs docs/_build/html
+	$(SPHINX) -b html docs docs/_build/html
+	$(SPHINX) -q -b doctest -D nb_execution_mode=off docs docs/_build/doctest
 
 $(STAMPS): $(VENV)/%/.stamp: pyproject.toml
 	$(PYTHON) -m venv $(VENV)/$*

@@ -43,6 +43,23 @@ def page(result: dict) -> str:
   return '\n\n'.join(sections) + '\n'
 
 
+def short(
+  result: dict, pillar: str, steps: tp.Sequence[str], cases: tp.Sequence[str]
+) -> str:
+  """A row a case: the times of some steps, to its baseline."""
+  ratios: dict[tuple[str, str], float] = {
+    (one['case'], one['step']): one['ratio']
+    for one in result['steps']
+    if one['pillar'] == pillar
+  }
+  lines = [['case', *steps], ['---', *['---:'] * len(steps)]]
+  for case in cases:
+    times = [ratios.get((case, step)) for step in steps]
+    lines.append([case, *('' if t is None else f'{t:.2f}' for t in times)])
+  rows = '\n'.join(f'| {" | ".join(line)} |' for line in lines)
+  return f'{rows}\n\n{_where(result)}'
+
+
 def _where(result: dict) -> str:
   versions = ', '.join(
     f'{name} {result[name]}'

@@ -152,7 +152,8 @@ def _why_not(layer: tp.Any) -> str | None:
   weight = kind.weight(layer)
   if not isinstance(weight, nnx.Variable):
     return (
-      f'has a {type(weight).__name__} in the place of its {kind.weight_name}'
+      f'has a {type(weight).__name__} in the place of its {kind.weight_name}: '
+      'adapt a model first, and parametrize it then'
     )
   if not jnp.issubdtype(weight.dtype, jnp.floating):
     return f'has a {kind.weight_name} of dtype {weight.dtype}'

@@ -107,6 +107,9 @@ def apply_lora(
   constant, and each call computes that norm, which is work of the weight's
   size. With dropout no adapted weight stands for the layer in train mode.
 
+  :func:`lora_plan` says beforehand what would be adapted. See
+  :doc:`the guide on LoRA </guides/lora>`.
+
   Args:
     model: a Module, or a pytree of Modules. It is not changed.
     rank: the rank r of the product of the factors.
@@ -172,7 +175,9 @@ def apply_lora(
 def merge_lora(model: M) -> M:
   """The plain model whose weights are ``W + s A B``.
 
-  It can be traced, and differentiated by A and B.
+  A merged layer costs what its base does, and is saved, exported and served as
+  one: of adapters nothing is left. Merging can be traced, and differentiated by
+  A and B.
 
   Example::
 
@@ -190,6 +195,19 @@ def merge_lora(model: M) -> M:
     >>> nnx.graphdef(merged) == nnx.graphdef(base)
     True
 
+  Inside a loss it serves code that reads the adapted weights themselves, such
+  as a penalty on them::
+
+    >>> def penalty(model):
+    ...   return jnp.sum(nnx_ext.merge_lora(model).kernel[...] ** 2)
+    ...
+    >>> wrt = nnx.DiffState(0, nnx.LoRAParam)
+    >>> grads = nnx.grad(penalty, argnums=wrt)(model)
+    >>> sorted(grads['lora'])
+    ['lora_a', 'lora_b']
+
+  See :doc:`the guide on LoRA </guides/lora>`.
+
   Args:
     model: a model that has adapted layers. It is not changed.
 
@@ -198,12 +216,20 @@ def merge_lora(model: M) -> M:
     their own dtype.
 
   Raises:
-    ValueError: if the model has no adapted layer.
+    ValueError: if the model has no adapted layer, or one whose weight is
+      parametrized.
   """
   model = nnx.clone(model)
   seen = set()
-  for layer in adapted_layers('merge_lora', model).values():
+  for path, layer in adapted_layers('merge_lora', model).items():
     weight = layer._kind.weight(layer)
+    if not isinstance(weight, nnx.Variable):
+      raise ValueError(
+        f'merge_lora: {_words.path(path)} has a {type(weight).__name__} in the '
+        f'place of its {layer._kind.weight_name}, which no adapter can be '
+        'merged into. Make plain weights first: '
+        'nnx_ext.merge_lora(nnx_ext.bake(model)).'
+      )
     if id(weight) not in seen:
       weight.set_value(layer.lora.weight(weight.get_value()))
       seen.add(id(weight))
@@ -213,6 +239,9 @@ def merge_lora(model: M) -> M:
 
 def remove_lora(model: M) -> M:
   """The plain model with the weights it had.
+
+  Adapters stand beside the base's weights and change none of them, so taking
+  them off gives the base back, bit for bit.
 
   Example::
 
@@ -225,6 +254,17 @@ def remove_lora(model: M) -> M:
     >>> plain = nnx_ext.remove_lora(model)
     >>> type(plain).__name__, type(model).__name__
     ('Linear', 'LoRALinear')
+
+  A weight has one adapter at most. For another, such as one of a higher rank,
+  remove the first::
+
+    >>> again = nnx_ext.apply_lora(
+    ...   nnx_ext.remove_lora(model), rank=2, rngs=nnx.Rngs(2)
+    ... )
+    >>> again.lora.rank, model.lora.rank
+    (2, 1)
+
+  See :doc:`the guide on LoRA </guides/lora>`.
 
   Args:
     model: a model that has adapted layers. It is not changed.
@@ -245,7 +285,9 @@ def remove_lora(model: M) -> M:
 def lora_disabled(model: M) -> tp.Iterator[M]:
   """The base alone, for as long as the context lasts.
 
-  Contexts nest, and an exception leaves none behind. The flag is static: what
+  Where a tuned model is compared with its base (a KL penalty, a preference
+  loss) one model in memory is both. Contexts nest, and an exception leaves none
+  behind. The flag is static: what
   is jitted is traced once with adapters and once without.
 
   Example::
@@ -263,6 +305,24 @@ def lora_disabled(model: M) -> tp.Iterator[M]:
     True
     >>> bool(jnp.array_equal(model(x), base(x)))
     False
+
+  Inside a loss, here a penalty on the distance from the base::
+
+    >>> @nnx.jit
+    ... def step(model, x):
+    ...   def loss(model, x):
+    ...     with nnx_ext.lora_disabled(model):
+    ...       reference = model(x)
+    ...     return jnp.mean((model(x) - reference) ** 2)
+    ...
+    ...   wrt = nnx.DiffState(0, nnx.LoRAParam)
+    ...   return nnx.value_and_grad(loss, argnums=wrt)(model, x)
+    ...
+    >>> distance, grads = step(model, x)
+    >>> float(distance) > 0, sorted(grads['lora'])
+    (True, ['lora_a', 'lora_b'])
+
+  See :doc:`the guide on LoRA </guides/lora>`.
 
   Args:
     model: a model that has adapted layers.
@@ -313,6 +373,19 @@ def to_plain_lora(model: M) -> M:
     >>> bool(jnp.allclose(plain(x), model(x), atol=1e-6))
     True
 
+  Adapters without a start stay as they are::
+
+    >>> model = nnx_ext.apply_lora(
+    ...   nnx.Sequential(*(nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in (0, 1))),
+    ...   rank=2,
+    ...   patterns={nnx.PathContains(1): dict(init='olora')},
+    ...   rngs=nnx.Rngs(1),
+    ... )
+    >>> [layer.lora.rank for layer in nnx_ext.to_plain_lora(model).layers]
+    [2, 4]
+
+  See :doc:`the guide on LoRA </guides/lora>`.
+
   Args:
     model: a model that has adapted layers. It is not changed.
 
@@ -321,6 +394,10 @@ def to_plain_lora(model: M) -> M:
 
   Raises:
     ValueError: if the model has no adapted layer.
+
+  References:
+    Meng et al., `PiSSA <https://arxiv.org/abs/2404.02948>`__, 2024;
+    Büyükakyüz, `OLoRA <https://arxiv.org/abs/2406.01775>`__, 2024.
   """
   model = nnx.clone(model)
   for layer in adapted_layers('to_plain_lora', model).values():

@@ -400,6 +400,16 @@ class OtherCallsTest(LoRATestCase):
     with self.kept(model, ValueError, api, *words):
       ON_ADAPTED[api](model)
 
+  def test_merge_of_a_parametrized_weight(self):
+    model = nnx_ext.parametrize(
+      nnx_ext.apply_lora(plain(), rank=2, rngs=nnx.Rngs(1)),
+      {nnx.PathContains('kernel'): nnx_ext.parametrizations.WeightNorm},
+    )
+    words = 'a WeightNorm in the place of its kernel', 'nnx_ext.bake(model)'
+    with self.kept(model, ValueError, 'merge_lora', *words):
+      nnx_ext.merge_lora(model)
+    nnx_ext.merge_lora(nnx_ext.bake(model))
+
   @parameterized.product(given=[None, 1e-3, 'adam', optax.adam, nnx.Optimizer])
   def test_lora_plus_tx(self, given):
     with self.refused(TypeError, 'lora_plus', '`tx`', 'optax.adamw(1e-4)'):
