@@ -37,12 +37,14 @@ version = release
 extensions = [
   'myst_nb',
   'sphinx.ext.autodoc',
+  'sphinx.ext.autosummary',
   'sphinx.ext.doctest',
   'sphinx.ext.napoleon',
   'sphinx_copybutton',
   'sphinx_design',
 ]
 exclude_patterns = ['_build', 'jupyter_execute']
+nitpicky = True  # a reference that leads nowhere is a warning
 
 # -- API reference -----------------------------------------------------------
 
@@ -50,6 +52,7 @@ autodoc_typehints = 'none'
 autodoc_member_order = 'bysource'
 autodoc_preserve_defaults = True
 add_module_names = True
+autosummary_generate = False
 napoleon_use_rtype = False
 napoleon_use_ivar = True
 

@@ -137,8 +137,7 @@ def value_and_grad_multi(
     ['actor', 'critic', 'trunk']
 
   :func:`multi_plan` shows what each loss reaches and which backward passes
-  run. See the `guide on several losses
-  <../guides/multi_loss.html>`__ for the whole story.
+  run. See :doc:`the guide on several losses </guides/multi_loss>`.
 
   Args:
     f: function to differentiate. It returns its losses as a flat dict, tuple,
@@ -238,7 +237,9 @@ def grad_multi(
 ) -> tp.Any:
   """Object-aware gradients of several losses from one forward.
 
-  Like :func:`value_and_grad_multi`, without the values.
+  Like :func:`value_and_grad_multi`, without the values: for steps that need
+  only the gradients. ``nnx.grad`` of each loss would run again, for each, the
+  forward pass that they share.
 
   Example::
 
@@ -273,7 +274,7 @@ def grad_multi(
     >>> score.shape
     ()
 
-  See the `guide on several losses <../guides/multi_loss.html>`__.
+  See :doc:`the guide on several losses </guides/multi_loss>`.
 
   Args:
     f: as in :func:`value_and_grad_multi`.
@@ -395,7 +396,7 @@ def multi_plan(
     >>> plan.pullbacks
     (PullbackPlan(losses=('policy', 'value'), leaves=4),)
 
-  See the `guide on several losses <../guides/multi_loss.html>`__.
+  See :doc:`the guide on several losses </guides/multi_loss>`.
 
   Args:
     f: as in :func:`value_and_grad_multi`.

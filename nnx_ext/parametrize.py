@@ -87,6 +87,8 @@ def parametrize(model: M, rules: Rules) -> M:
   either deletes those of both, so donate a copy of the arrays:
   ``jax.tree.map(jnp.copy, model)``.
 
+  See :doc:`the guide on parameters </guides/parameters>`.
+
   Args:
     model: a Module, or a pytree of Modules. It is not changed.
     rules: a mapping of filters to factories, or pairs of these. A filter is
@@ -151,6 +153,21 @@ def materialize(model: M) -> M:
     >>> sorted(grads['kernel'])
     ['g', 'v']
 
+  Weights that are drawn at random are drawn once for all reads of a view::
+
+    >>> from nnx_ext.parametrizations import GaussianMeanField
+    ...
+    >>> rngs, x = nnx.Rngs(params=0, noise=1), jnp.ones((1, 2))
+    >>> noisy = nnx_ext.parametrize(
+    ...   nnx.Linear(2, 3, rngs=rngs),
+    ...   {nnx.Param: lambda w: GaussianMeanField(w, rngs=rngs)},
+    ... )
+    >>> view = nnx_ext.materialize(noisy)
+    >>> bool(jnp.all(noisy(x) == noisy(x))), bool(jnp.all(view(x) == view(x)))
+    (False, True)
+
+  See :doc:`the guide on parameters </guides/parameters>`.
+
   Args:
     model: a Module, or a pytree of Modules.
 
@@ -169,7 +186,8 @@ def bake(model: M) -> M:
   """The plain model of a parametrized one, detached, for saving or serving.
 
   Like :func:`materialize`, but nothing is shared, and random weights are at
-  their mean.
+  their mean. The result is the model that was parametrized, with other
+  values: whoever loads or serves it needs no parametrization.
 
   Example::
 
@@ -185,6 +203,20 @@ def bake(model: M) -> M:
     >>> baked = nnx_ext.bake(model)
     >>> nnx.graphdef(baked) == nnx.graphdef(plain)
     True
+
+  Random weights are at their mean, and averaged ones at their average::
+
+    >>> from nnx_ext.parametrizations import GaussianMeanField
+    ...
+    >>> rngs = nnx.Rngs(noise=1)
+    >>> noisy = nnx_ext.parametrize(
+    ...   plain, {nnx.Param: lambda w: GaussianMeanField(w, rngs=rngs)}
+    ... )
+    >>> baked = nnx_ext.bake(noisy)
+    >>> bool(jnp.all(baked.kernel[...] == plain.kernel[...]))
+    True
+
+  See :doc:`the guide on parameters </guides/parameters>`.
 
   Args:
     model: a Module, or a pytree of Modules.
@@ -205,7 +237,9 @@ def bake(model: M) -> M:
 def assign(model: M, path: str | Path, weight: jax.Array) -> M:
   """A copy of a model with a weight put in through the right inverse.
 
-  So a plain checkpoint can be loaded into a parametrized model.
+  So a plain checkpoint can be loaded into a parametrized model. The parameters
+  are those from which the parametrization computes that weight, found as when
+  it was made.
 
   Example::
 
@@ -221,6 +255,24 @@ def assign(model: M, path: str | Path, weight: jax.Array) -> M:
     >>> model = nnx_ext.assign(model, 'scale', jnp.array([1.0, 2.0, 3.0]))
     >>> model.scale[...].round(4)
     Array([1., 2., 3.], dtype=float32)
+
+  A path may be a tuple. A weight that the parametrization cannot have is an
+  error::
+
+    >>> model = nnx_ext.parametrize(
+    ...   nnx.Sequential(nnx.LayerNorm(2, rngs=nnx.Rngs(0))),
+    ...   {nnx.PathContains('scale'): Positive},
+    ... )
+    >>> path = ('layers', 0, 'scale')
+    >>> model = nnx_ext.assign(model, path, jnp.array([2.0, 3.0]))
+    >>> model.layers[0].scale[...].round(4)
+    Array([2., 3.], dtype=float32)
+    >>> nnx_ext.assign(model, path, jnp.array([2.0, -3.0]))
+    Traceback (most recent call last):
+      ...
+    ValueError: Positive: ...
+
+  See :doc:`the guide on parameters </guides/parameters>`.
 
   Args:
     model: a Module, or a pytree of Modules. It is not changed.
@@ -271,9 +323,14 @@ def assign(model: M, path: str | Path, weight: jax.Array) -> M:
 def kl(model: tp.Any) -> jax.Array:
   """The sum of all parametrizations' penalties, each once, also when tied.
 
+  What random weights are trained by is the loss of the data plus this: for
+  :class:`~nnx_ext.parametrizations.GaussianMeanField`, the KL divergence from
+  the prior. Parametrizations of your own add to it through their ``kl``.
+
   Example::
 
     >>> from flax import nnx
+    >>> import jax.numpy as jnp
     >>> import nnx_ext
     >>> from nnx_ext.parametrizations import GaussianMeanField
     ...
@@ -285,6 +342,19 @@ def kl(model: tp.Any) -> jax.Array:
     ... )
     >>> float(nnx_ext.kl(model)) > 0
     True
+
+  The loss of a batch is a mean over examples, so there it is divided by the
+  number of examples of the whole data set::
+
+    >>> def loss(model, x, y):
+    ...   errors = jnp.sum((model(x) - y) ** 2, axis=1)
+    ...   return jnp.mean(errors) / 2 + nnx_ext.kl(model) / 60_000
+    ...
+    >>> grads = nnx.grad(loss)(model, jnp.ones((4, 2)), jnp.ones((4, 3)))
+    >>> sorted(grads['kernel'])
+    ['mean', 'rho']
+
+  See :doc:`the guide on parameters </guides/parameters>`.
 
   Args:
     model: a Module, or a pytree of Modules.

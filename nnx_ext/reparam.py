@@ -102,6 +102,28 @@ def reparam_value_and_grad(
     >>> sorted(grads), int(theta.rngs.noise.count[...])
     (['mean', 'rho'], 1)
 
+  ``wrt`` says what the transform is given and may replace, and ``argnums`` can
+  add the model's own parameters: those that ``wrt`` selects and the transform
+  leaves. Here the bias is trained beside theta::
+
+    >>> @nnx_ext.reparam_value_and_grad(
+    ...   transform=transform,
+    ...   wrt=nnx.Any(nnx.PathContains('kernel'), nnx.PathContains('bias')),
+    ...   argnums=(0, 1),
+    ...   has_aux=True,
+    ... )
+    ... def step(model, x):
+    ...   y = model(x)
+    ...   return jnp.sum(y), y.shape
+    ...
+    >>> model = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
+    >>> theta = {'a': jnp.full((1, 1), 4.0), 'b': jnp.full((1, 1), 1.0)}
+    >>> (value, aux), grads = step(theta, model, jnp.full((1, 1), 2.0))
+    >>> aux, sorted(grads[0]), sorted(grads[1])
+    ((1, 1), ['a', 'b'], ['bias'])
+
+  See :doc:`the guide on parameters </guides/parameters>`.
+
   Args:
     f: an ordinary loss, ``f(model, *args, **kwargs)``, that returns a real
       scalar, or ``(loss, aux)`` with ``has_aux=True``.
@@ -167,7 +189,8 @@ def reparam_grad(
 ) -> tp.Callable[..., tp.Any]:
   """Gradient by theta where a model's parameters are f(theta).
 
-  Like :func:`reparam_value_and_grad`, without the value.
+  Like :func:`reparam_value_and_grad`, without the value: for what needs only
+  the gradient.
 
   Example::
 
@@ -182,6 +205,23 @@ def reparam_grad(
     ... )((jnp.full((1, 1), 2.0),) * 2, model, jnp.full((1, 1), 2.0))
     >>> [float(g[0, 0]) for g in grads]
     [4.0, 4.0]
+
+  With ``has_aux=True`` the aux comes after the gradient, as in ``nnx.grad``::
+
+    >>> def loss(model, x):
+    ...   y = model(x)
+    ...   return jnp.sum(y), y
+    ...
+    >>> grads, y = nnx_ext.reparam_grad(
+    ...   loss,
+    ...   lambda theta, params: jax.tree.map(lambda p: theta * p, params),
+    ...   wrt=nnx.PathContains('kernel'),
+    ...   has_aux=True,
+    ... )(jnp.array(0.0), model, jnp.ones((1, 1)))
+    >>> grads.shape, float(y[0, 0])
+    ((), 0.0)
+
+  See :doc:`the guide on parameters </guides/parameters>`.
 
   Args:
     f: as in :func:`reparam_value_and_grad`.

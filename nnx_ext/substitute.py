@@ -59,6 +59,20 @@ def substitute(
     >>> float(jax.grad(loss)(2.0, jnp.array([1.0, 2.0])))
     9.0
 
+  ``wrt`` selects other Variables than Params. Under ``jax.vmap`` one model is
+  an ensemble, with a value for each member::
+
+    >>> norm = nnx.BatchNorm(3, use_running_average=True, rngs=nnx.Rngs(0))
+    >>> def member(mean, x):
+    ...   view = nnx_ext.substitute(norm, {'mean': mean}, wrt=nnx.BatchStat)
+    ...   return view(x)
+    ...
+    >>> means = jnp.zeros((5, 3))
+    >>> jax.vmap(member, in_axes=(0, None))(means, jnp.ones((1, 3))).shape
+    (5, 1, 3)
+
+  See :doc:`the guide on parameters </guides/parameters>`.
+
   Args:
     model: a Module, or a pytree of Modules.
     values: arrays, or Variables that hold them, by path: an ``nnx.State`` or a

@@ -22,7 +22,20 @@ from flax import nnx
 
 import nnx_ext
 
-_REFERENCE = pathlib.Path(__file__).parents[1] / 'docs' / 'api_reference'
+_ROOT = pathlib.Path(__file__).parents[1]
+_DOCS = _ROOT / 'docs'
+_REFERENCE = _DOCS / 'api_reference'
+_READ_ON_GITHUB = [
+  'README.md',
+  'CONTRIBUTING.md',
+  'CHANGELOG.md',
+  'benchmarks/README.md',
+]
+_LINKS_TO_PAGES = sorted(
+  str(path.relative_to(_ROOT))
+  for pattern in ['docs/**/*.md', 'docs/**/*.rst', 'nnx_ext/**/*.py']
+  for path in _ROOT.glob(pattern)
+)
 _DIRECTIVE = re.compile(
   r'^\.\. (currentmodule|automodule|autofunction|autoclass):: +(\S+) *$', re.M
 )
@@ -35,6 +48,7 @@ _VARIADIC = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 _FUNCTIONS = [k for k, v in _PUBLIC.items() if inspect.isfunction(v)]
 _CLASSES = [k for k, v in _PUBLIC.items() if inspect.isclass(v)]
 _MODULES = [k for k, v in _PUBLIC.items() if inspect.ismodule(v)]
+_MODULE_CLASSES = [k for k in _CLASSES if issubclass(_PUBLIC[k], nnx.Module)]
 
 
 def documented_names(text: str) -> dict[str, str]:
@@ -76,6 +90,48 @@ def items(section: str) -> dict[str, str]:
       r'^  (\w+):((?:.*\n?)(?:^(?:    .*)?\n)*)', section, re.M
     )
   }
+
+
+def examples(doc: str) -> list[str]:
+  """Blocks of a docstring that follow a ``::`` and have a prompt."""
+  blocks = re.findall(r'::\n\n((?:(?:  .*)?\n)+)', doc + '\n')
+  return [block for block in blocks if '>>> ' in block]
+
+
+def pages_linked(text: str) -> list[str]:
+  """Targets of ``:doc:`` and ``{doc}``, with a title or without."""
+  roles = re.findall(r'(?::doc:|\{doc\})`([^`]+)`', text)
+  return [re.sub(r'^.*<(.+)>$', r'\1', ' '.join(r.split())) for r in roles]
+
+
+def files_linked(text: str) -> list[str]:
+  """Targets of a Markdown text's links and images that are files."""
+  text = re.sub(r'^```.*?^```', '', text, flags=re.M | re.S)
+  links = re.findall(r'\]\(\s*<?([^\s)>]+)', text)
+  links += re.findall(r'^\s*\[[^\]]+\]:\s+(\S+)', text, re.M)
+  links += re.findall(r'\b(?:src|srcset|href)="([^"]+)"', text)
+  return [
+    link.partition('#')[0] for link in links if not re.match(r'#|[a-z]+:', link)
+  ]
+
+
+class ParsersTest(absltest.TestCase):
+  def test_examples_are_blocks_with_a_prompt(self):
+    doc = (
+      'A.\n\nExample::\n\n  >>> 1\n  1\n\nText::\n\n  $ run\n\nB::\n\n  >>> 2'
+    )
+    self.assertLen(examples(doc), 2)
+
+  def test_pages_have_titles_or_none(self):
+    text = ':doc:`the\n  guide </guides/a>`, {doc}`b`, {func}`~c`'
+    self.assertEqual(pages_linked(text), ['/guides/a', 'b'])
+
+  def test_links_are_those_to_files_outside_of_code(self):
+    text = (
+      '[a](b.md#c) ![d](e.svg) [f](https://g) [h](#i)\n'
+      '```python\nj[0](k)\n```\n<img src="l.png">\n[m]: n.md\n'
+    )
+    self.assertEqual(files_linked(text), ['b.md', 'e.svg', 'n.md', 'l.png'])
 
 
 class ReferenceTest(parameterized.TestCase):
@@ -136,6 +192,31 @@ class FunctionDocstringTest(parameterized.TestCase):
       self.assertNotEmpty({'ValueError', 'TypeError'} & set(raises))
     self.assertNotIn('', raises.values())
 
+  @parameterized.parameters(*_FUNCTIONS)
+  def test_has_a_second_example(self, name):
+    doc = inspect.getdoc(_PUBLIC[name])
+    self.assertGreaterEqual(len(examples(doc)), 2)
+
+  @parameterized.parameters(*_FUNCTIONS)
+  def test_says_why_before_the_first_example(self, name):
+    summary, *why = re.split(
+      r'\n\n', inspect.getdoc(_PUBLIC[name]).partition('Example::')[0].strip()
+    )
+    self.assertNotIn('\n', summary)
+    self.assertNotEmpty(why)
+
+  @parameterized.parameters(*_FUNCTIONS)
+  def test_parts_are_in_order(self, name):
+    doc = inspect.getdoc(_PUBLIC[name])
+    parts = ['\nExample::\n', '</guides/', '\nArgs:\n', '\nReturns:\n']
+    places = [doc.index(part) for part in parts]
+    places += [
+      doc.index(part)
+      for part in ['\nRaises:\n', '\nReferences:\n']
+      if part in doc
+    ]
+    self.assertEqual(places, sorted(places))
+
   def _sections(self, name):
     return sections(inspect.getdoc(_PUBLIC[name]))
 
@@ -150,9 +231,7 @@ class ClassDocstringTest(parameterized.TestCase):
     self.assertEqual(list(attributes), list(inspect.get_annotations(cls)))
     self.assertNotIn('', attributes.values())
 
-  @parameterized.parameters(
-    *[name for name in _CLASSES if issubclass(_PUBLIC[name], nnx.Module)]
-  )
+  @parameterized.parameters(*_MODULE_CLASSES)
   def test_modules_have_examples_and_arguments(self, name):
     cls = _PUBLIC[name]
     doc = sections(inspect.getdoc(cls))
@@ -162,6 +241,28 @@ class ClassDocstringTest(parameterized.TestCase):
     if cls is not nnx_ext.parametrizations.Parametrization:
       self.assertEqual(list(items(doc.get('Args', ''))), parameters)
       self.assertNotEmpty(items(doc.get('Attributes', '')))
+
+
+class LinksTest(parameterized.TestCase):
+  @parameterized.parameters(*_FUNCTIONS, *_MODULE_CLASSES)
+  def test_public_name_links_to_a_guide(self, name):
+    pages = pages_linked(inspect.getdoc(_PUBLIC[name]))
+    self.assertTrue(any(page.startswith('/guides/') for page in pages), pages)
+
+  @parameterized.parameters(*_LINKS_TO_PAGES)
+  def test_pages_that_are_linked_exist(self, path):
+    path = _ROOT / path
+    for page in pages_linked(path.read_text()):
+      base = _DOCS if page.startswith('/') else path.parent
+      target = base / page.lstrip('/')
+      found = [target.with_name(target.name + end) for end in ('.md', '.rst')]
+      self.assertTrue(any(file.is_file() for file in found), page)
+
+  @parameterized.parameters(*_READ_ON_GITHUB)
+  def test_files_that_are_linked_exist(self, path):
+    path = _ROOT / path
+    for link in files_linked(path.read_text()):
+      self.assertTrue((path.parent / link).exists(), link)
 
 
 if __name__ == '__main__':

@@ -68,6 +68,22 @@ def save_lora(
     >>> json.loads(config)['target_modules']
     ['bert.dense.0']
 
+  A head that was trained whole is written beside the adapters, and read with
+  them::
+
+    >>> base = nnx.Sequential(
+    ...   nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.Linear(3, 2, rngs=nnx.Rngs(1))
+    ... )
+    >>> model = nnx_ext.apply_lora(
+    ...   base, rank=1, targets=nnx.PathContains(0), rngs=nnx.Rngs(2)
+    ... )
+    >>> model.layers[1].bias[...] += 1.0
+    >>> nnx_ext.save_lora(model, directory, modules_to_save=['layers/1'])
+    >>> nnx_ext.load_lora(base, directory).layers[1].bias[...]
+    Array([1., 1.], dtype=float32)
+
+  See :doc:`the guide on LoRA </guides/lora>`.
+
   Args:
     model: a model that has adapted layers.
     directory: where to write; it is made if it is not there.
@@ -178,6 +194,19 @@ def load_lora(
     >>> x = jnp.ones((1, 2))
     >>> bool(jnp.array_equal(loaded(x), model(x)))
     True
+
+  A model whose layers have other names in PyTorch needs ``rename``, the same
+  for both ways::
+
+    >>> def rename(path):
+    ...   return f'bert.encoder.dense_{path[-1]}'
+    ...
+    >>> nnx_ext.save_lora(model, directory, rename=rename)
+    >>> loaded = nnx_ext.load_lora(base, directory, rename=rename)
+    >>> bool(jnp.array_equal(loaded(x), model(x)))
+    True
+
+  See :doc:`the guide on LoRA </guides/lora>`.
 
   Args:
     model: a plain model, of the base that the adapters were trained on. It is

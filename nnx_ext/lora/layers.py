@@ -37,8 +37,9 @@ from nnx_ext.lora._layer import (
 class LoRALinear(LoRALayer, nnx.Linear):
   """An ``nnx.Linear`` that computes ``x (W + s A B) + b``.
 
-  A is (in, r) and B is (r, out). The arguments, the state and its first values
-  are those of ``nnx.LoRALinear``; scale, dropout and DoRA are beyond it.
+  `Hu et al. 2021 <https://arxiv.org/abs/2106.09685>`__, section 4.1. A is
+  (in, r) and B is (r, out). The arguments, the state and its first values are
+  those of ``nnx.LoRALinear``; scale, dropout and DoRA are beyond it.
   Without these the outputs are the same too: for a Linear, a bypass and an
   adapted weight are one thing.
 
@@ -53,6 +54,8 @@ class LoRALinear(LoRALayer, nnx.Linear):
     ((3, 2), (2, 4))
     >>> layer(jnp.ones((5, 3))).shape
     (5, 4)
+
+  See :doc:`the guide on LoRA </guides/lora>`.
 
   Args:
     *args: the positional arguments of ``nnx.Linear``.
@@ -92,8 +95,11 @@ class LoRALinear(LoRALayer, nnx.Linear):
 class LoRALinearGeneral(LoRALayer, nnx.LinearGeneral):
   r"""An ``nnx.LinearGeneral`` with an adapted weight.
 
-  A is (\*batch, \*in, r) and B is (\*batch, r, \*out), so each place of a batch
-  axis has factors of its own.
+  The weight is ``W + s A B``, as in `Hu et al. 2021
+  <https://arxiv.org/abs/2106.09685>`__.
+
+  A is (\*batch, \*in, r) and B is (\*batch, r, \*out), so each place of a
+  batch axis has factors of its own.
 
   Example::
 
@@ -108,6 +114,8 @@ class LoRALinearGeneral(LoRALayer, nnx.LinearGeneral):
     ((16, 2), (2, 2, 4))
     >>> layer(jnp.ones((5, 16))).shape
     (5, 2, 4)
+
+  See :doc:`the guide on LoRA </guides/lora>`.
 
   Args:
     *args: the positional arguments of ``nnx.LinearGeneral``.
@@ -147,6 +155,9 @@ class LoRALinearGeneral(LoRALayer, nnx.LinearGeneral):
 class LoRAConv(LoRALayer, nnx.Conv):
   r"""An ``nnx.Conv`` with an adapted weight.
 
+  The weight is ``W + s A B``, as in `Hu et al. 2021
+  <https://arxiv.org/abs/2106.09685>`__.
+
   A is (\*window, in, r), a convolution with the layer's own strides, padding
   and dilation, and B is (r, out), applied at each place. With g groups A is
   (\*window, in/g, g r) and B is (g, r, out/g). A masked weight is not of low
@@ -165,6 +176,8 @@ class LoRAConv(LoRALayer, nnx.Conv):
     ((3, 3, 3, 2), (2, 8))
     >>> layer(jnp.ones((5, 8, 8, 3))).shape
     (5, 4, 4, 8)
+
+  See :doc:`the guide on LoRA </guides/lora>`.
 
   Args:
     *args: the positional arguments of ``nnx.Conv``.
@@ -211,6 +224,9 @@ class LoRAConv(LoRALayer, nnx.Conv):
 class LoRAConvTranspose(LoRALayer, nnx.ConvTranspose):
   r"""An ``nnx.ConvTranspose`` with an adapted weight.
 
+  The weight is ``W + s A B``, as in `Hu et al. 2021
+  <https://arxiv.org/abs/2106.09685>`__.
+
   A is (\*window, in, r), or (\*window, r, in) with ``transpose_kernel``, and B
   is (r, out). A masked weight is computed whole at each call.
 
@@ -227,6 +243,8 @@ class LoRAConvTranspose(LoRALayer, nnx.ConvTranspose):
     ((3, 3, 3, 2), (2, 8))
     >>> layer(jnp.ones((5, 4, 4, 3))).shape
     (5, 8, 8, 8)
+
+  See :doc:`the guide on LoRA </guides/lora>`.
 
   Args:
     *args: the positional arguments of ``nnx.ConvTranspose``.
@@ -263,6 +281,9 @@ class LoRAConvTranspose(LoRALayer, nnx.ConvTranspose):
 class LoRAEmbed(LoRALayer, nnx.Embed):
   """An ``nnx.Embed`` with an adapted table, for look-up and ``attend``.
 
+  The table is ``W + s A B``, as in `Hu et al. 2021
+  <https://arxiv.org/abs/2106.09685>`__.
+
   A is (num_embeddings, r) and B is (r, features). A look-up reads r numbers of
   A for each id. As in PEFT, A starts at zero and B does not.
 
@@ -278,6 +299,8 @@ class LoRAEmbed(LoRALayer, nnx.Embed):
     >>> features = layer(jnp.array([1, 4, 4]))
     >>> layer.attend(features).shape
     (3, 50)
+
+  See :doc:`the guide on LoRA </guides/lora>`.
 
   Args:
     *args: the positional arguments of ``nnx.Embed``.
@@ -349,6 +372,9 @@ class LoRAEmbed(LoRALayer, nnx.Embed):
 class LoRAEinsum(LoRALayer, nnx.Einsum):
   """An ``nnx.Einsum`` with an adapted weight, its axes in any order.
 
+  The weight is ``W + s A B``, as in `Hu et al. 2021
+  <https://arxiv.org/abs/2106.09685>`__.
+
   A is the weight with the rank in the place of the first axis that only the
   weight and the output have, and without the others of these. B has the axes
   that all three have, the rank, and those that A is without.
@@ -366,6 +392,8 @@ class LoRAEinsum(LoRALayer, nnx.Einsum):
     ((16, 2), (2, 2, 4))
     >>> layer(jnp.ones((5, 7, 16))).shape
     (5, 7, 2, 4)
+
+  See :doc:`the guide on LoRA </guides/lora>`.
 
   Args:
     *args: the positional arguments of ``nnx.Einsum``.

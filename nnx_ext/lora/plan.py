@@ -68,6 +68,8 @@ class LoRALayerPlan:
 class LoRAPlan:
   """What :func:`apply_lora` would do to a model. It prints as a table.
 
+  :func:`lora_plan` returns it. See :doc:`the guide on LoRA </guides/lora>`.
+
   Attributes:
     layers: the layers that are to be adapted, in the model's order.
     trainable: how many numbers the adapters train.
@@ -104,6 +106,10 @@ def lora_plan(
 ) -> LoRAPlan:
   """What :func:`apply_lora` would do, without doing it.
 
+  Filters that choose too much, or too little, show here before anything is
+  made or trained. It computes nothing, so the model may be abstract, of any
+  size.
+
   Example::
 
     >>> from flax import nnx
@@ -117,6 +123,22 @@ def lora_plan(
     'layers/0': Linear (64, 256), A (64, 4), B (4, 256), scale 1, 1,280 trained
     'layers/1': Conv (3, 3, 8), A (3, 3, 4), B (4, 8), scale 1, 68 trained
     2 layers, 1,348 of 18,068 parameters trained (7.46 %)
+
+  With filters, for a model that is too large to be made here::
+
+    >>> attention = nnx.eval_shape(lambda: nnx.MultiHeadAttention(
+    ...   num_heads=64, in_features=8192, decode=False, rngs=nnx.Rngs(0)
+    ... ))
+    >>> plan = nnx_ext.lora_plan(
+    ...   attention,
+    ...   rank=8,
+    ...   targets=nnx.Any(nnx.PathContains('query'), nnx.PathContains('value')),
+    ...   patterns={nnx.PathContains('value'): dict(rank=4)},
+    ... )
+    >>> [(layer.path, layer.rank, layer.num_params) for layer in plan.layers]
+    [(('query',), 8, 131072), (('value',), 4, 65536)]
+
+  See :doc:`the guide on LoRA </guides/lora>`.
 
   Args:
     model: a Module, or a pytree of Modules; it may be abstract.

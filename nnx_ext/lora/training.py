@@ -51,6 +51,26 @@ def lora_plus(
     >>> model.lora.lora_b[...].round(4)  # 16 times 1e-4
     Array([[0.0016, 0.0016, 0.0016]], dtype=float32)
 
+  What is trained beside the factors keeps the learning rate of ``tx``, which
+  may be a schedule. Here it is a bias, and both start at zero::
+
+    >>> model.lora.lora_b[...] = jnp.zeros((1, 3))
+    >>> trained = nnx.Any(nnx.LoRAParam, nnx.PathContains('bias'))
+    >>> schedule = optax.constant_schedule(1e-4)
+    >>> tx = nnx_ext.lora_plus(optax.adamw(schedule), ratio=16.0)
+    >>> optimizer = nnx.Optimizer(model, tx, wrt=trained)
+    >>> grads = nnx.grad(
+    ...   lambda model: model(jnp.ones((1, 2))).sum(),
+    ...   argnums=nnx.DiffState(0, trained),
+    ... )(model)
+    >>> _ = optimizer.update(model, grads)
+    >>> model.lora.lora_b[...].round(4)
+    Array([[0.0016, 0.0016, 0.0016]], dtype=float32)
+    >>> model.bias[...].round(4)
+    Array([-0.0001, -0.0001, -0.0001], dtype=float32)
+
+  See :doc:`the guide on LoRA </guides/lora>`.
+
   Args:
     tx: any optax transformation, such as ``optax.adamw(1e-4)``.
     ratio: the learning rate of B over that of all else, at least 0.
@@ -127,6 +147,28 @@ def lora_fa_filter(path: tuple[tp.Any, ...], variable: tp.Any) -> bool:
     >>> trained = nnx.state(model, nnx_ext.lora_fa_filter)
     >>> jax.tree.map(jax.numpy.shape, nnx.to_pure_dict(trained))
     {'lora': {'lora_b': (1, 3)}}
+
+  It stands where ``nnx.LoRAParam`` would, in the gradient and in the
+  optimizer::
+
+    >>> import jax.numpy as jnp
+    >>> import optax
+    ...
+    >>> a = model.lora.lora_a[...]
+    >>> optimizer = nnx.Optimizer(
+    ...   model, optax.sgd(0.1), wrt=nnx_ext.lora_fa_filter
+    ... )
+    >>> grads = nnx.grad(
+    ...   lambda model: model(jnp.ones((1, 2))).sum(),
+    ...   argnums=nnx.DiffState(0, nnx_ext.lora_fa_filter),
+    ... )(model)
+    >>> _ = optimizer.update(model, grads)
+    >>> bool(jnp.all(model.lora.lora_a[...] == a))
+    True
+    >>> bool(jnp.all(model.lora.lora_b[...] == 0))
+    False
+
+  See :doc:`the guide on LoRA </guides/lora>`.
 
   Args:
     path: where the Variable stands.

@@ -85,6 +85,8 @@ class Parametrization(nnx.Module):
   Modes follow ``Module.train()`` and ``Module.eval()`` through the attributes
   that these set: a subclass with random weights has ``deterministic``, one
   with running state has ``use_running_average``.
+
+  See :doc:`the guide on parameters </guides/parameters>`.
   """
 
   _slot: Slot | None = None

@@ -62,6 +62,8 @@ class Positive(Parametrization):
     >>> norm.scale.x[...]
     Array([0., 0., 0.], dtype=float32)
 
+  See :doc:`the guide on parameters </guides/parameters>`.
+
   Attributes:
     x: the Param, of the weight's shape and dtype.
     map: which map it is.
@@ -128,6 +130,8 @@ class Interval(Parametrization):
     >>> slope = Interval(jnp.array([0.0, 0.25, 0.5]), low=0.0, high=0.5)
     >>> slope[...].round(4)
     Array([0.  , 0.25, 0.5 ], dtype=float32)
+
+  See :doc:`the guide on parameters </guides/parameters>`.
 
   Attributes:
     x: the Param, of the weight's shape and dtype.
@@ -203,6 +207,8 @@ class Simplex(Parametrization):
     >>> mixture.x[...] += 10.0
     >>> mixture[...].round(4)
     Array([0.5 , 0.25, 0.25], dtype=float32)
+
+  See :doc:`the guide on parameters </guides/parameters>`.
 
   Attributes:
     x: the Param, of the weight's shape and dtype.

@@ -38,7 +38,8 @@ class Masked(Parametrization):
   to the function, and the others kept bit for bit.
 
   Source: Han et al., 2015, "Learning both weights and connections for
-  efficient neural networks", arXiv:1506.02626, section 3.
+  efficient neural networks",
+  `arXiv:1506.02626 <https://arxiv.org/abs/1506.02626>`__, section 3.
 
   Example::
 
@@ -57,6 +58,8 @@ class Masked(Parametrization):
 
   The largest weights are kept by
   ``lambda w: Masked(w, mask=jnp.abs(w) > threshold)``.
+
+  See :doc:`the guide on parameters </guides/parameters>`.
 
   Attributes:
     v: the Param, of the weight's shape and dtype.
@@ -101,7 +104,8 @@ class Scaled(Parametrization):
   all layers by the same relative amount.
 
   Source: Karras et al., 2018, "Progressive growing of GANs for improved
-  quality, stability, and variation", arXiv:1710.10196, section 4.1.
+  quality, stability, and variation",
+  `arXiv:1710.10196 <https://arxiv.org/abs/1710.10196>`__, section 4.1.
 
   Example::
 
@@ -120,6 +124,8 @@ class Scaled(Parametrization):
     0.1
     >>> round(float(jnp.std(layer.kernel.v[...])), 1)
     1.0
+
+  See :doc:`the guide on parameters </guides/parameters>`.
 
   Attributes:
     v: the Param, of the weight's shape and dtype.
@@ -166,8 +172,8 @@ class EMA(Parametrization):
 
   Source: Polyak and Juditsky, 1992, "Acceleration of stochastic approximation
   by averaging"; exponential weights as in Kingma and Ba, 2015, "Adam",
-  arXiv:1412.6980, section 7.2. As the average starts at the weight it needs
-  no correction of a bias.
+  `arXiv:1412.6980 <https://arxiv.org/abs/1412.6980>`__, section 7.2. As the
+  average starts at the weight it needs no correction of a bias.
 
   Example::
 
@@ -190,6 +196,8 @@ class EMA(Parametrization):
     >>> model.eval()
     >>> model.scale[...]
     Array([1.1, 1.1], dtype=float32)
+
+  See :doc:`the guide on parameters </guides/parameters>`.
 
   Attributes:
     v: the Param, of the weight's shape and dtype.

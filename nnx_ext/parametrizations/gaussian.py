@@ -55,8 +55,8 @@ class GaussianMeanField(Parametrization):
   own.
 
   Source: Blundell et al., 2015, "Weight uncertainty in neural networks",
-  arXiv:1505.05424, section 3.2; here the prior is one Gaussian, for which the
-  KL divergence is in closed form.
+  `arXiv:1505.05424 <https://arxiv.org/abs/1505.05424>`__, section 3.2; here
+  the prior is one Gaussian, for which the KL divergence is in closed form.
 
   Example::
 
@@ -91,6 +91,8 @@ class GaussianMeanField(Parametrization):
     >>> model.eval()
     >>> bool(jnp.all(model(x) == plain(x)))
     True
+
+  See :doc:`the guide on parameters </guides/parameters>`.
 
   Attributes:
     mean: the Param :math:`\mu`, of the weight's shape and dtype.
@@ -186,7 +188,8 @@ def local_reparametrization(layer: Layer, x: Input, rngs: Rngs) -> Weight:
   together under one draw is left out.
 
   Source: Kingma et al., 2015, "Variational dropout and the local
-  reparameterization trick", arXiv:1506.02557, section 2.3.
+  reparameterization trick",
+  `arXiv:1506.02557 <https://arxiv.org/abs/1506.02557>`__, section 2.3.
 
   Example::
 
@@ -203,6 +206,28 @@ def local_reparametrization(layer: Layer, x: Input, rngs: Rngs) -> Weight:
     ... })
     >>> local_reparametrization(layer, jnp.ones((4, 2)), rngs).shape
     (4, 3)
+
+  In a Module it stands in the place of the layer's call. A bias may be
+  Gaussian, too, and after ``eval()`` the weights are at their mean::
+
+    >>> class Model(nnx.Module):
+    ...   def __init__(self, rngs):
+    ...     self.rngs = rngs.fork()
+    ...     self.layer = nnx.Linear(2, 3, rngs=rngs)
+    ...   def __call__(self, x):
+    ...     return local_reparametrization(self.layer, x, self.rngs)
+    ...
+    >>> model = nnx_ext.parametrize(
+    ...   Model(rngs), {nnx.Param: lambda w: GaussianMeanField(w, rngs=rngs)}
+    ... )
+    >>> x = jnp.ones((4, 2))
+    >>> bool(jnp.any(model(x) == model(x)))
+    False
+    >>> model.eval()
+    >>> bool(jnp.all(model(x) == model(x)))
+    True
+
+  See :doc:`the guide on parameters </guides/parameters>`.
 
   Args:
     layer: an ``nnx.Linear`` or ``nnx.Conv`` whose kernel is a
@@ -250,7 +275,8 @@ def flipout(layer: Layer, x: Input, rngs: Rngs) -> Weight:
   signs :math:`s_n`; in a convolution all places of an example share signs.
 
   Source: Wen et al., 2018, "Flipout: efficient pseudo-independent weight
-  perturbations on mini-batches", arXiv:1803.04386, section 3.
+  perturbations on mini-batches",
+  `arXiv:1803.04386 <https://arxiv.org/abs/1803.04386>`__, section 3.
 
   Example::
 
@@ -265,6 +291,21 @@ def flipout(layer: Layer, x: Input, rngs: Rngs) -> Weight:
     ... })
     >>> flipout(layer, jnp.ones((4, 2)), rngs).shape
     (4, 3)
+
+  The same for a convolution. Gradients reach the mean and the deviation of
+  the weights::
+
+    >>> conv = nnx_ext.parametrize(nnx.Conv(2, 3, (3,), rngs=rngs), {
+    ...   nnx.PathContains('kernel'): lambda w: GaussianMeanField(w, rngs=rngs)
+    ... })
+    >>> def loss(conv, x, rngs):
+    ...   return jnp.mean(flipout(conv, x, rngs) ** 2)
+    ...
+    >>> grads = nnx.grad(loss)(conv, jnp.ones((4, 8, 2)), rngs)
+    >>> sorted(grads['kernel'])
+    ['mean', 'rho']
+
+  See :doc:`the guide on parameters </guides/parameters>`.
 
   Args:
     layer: an ``nnx.Linear`` or ``nnx.Conv`` whose kernel is a

@@ -54,6 +54,8 @@ class LowRank(Parametrization):
     >>> int(jnp.linalg.matrix_rank(model.kernel[...]))
     2
 
+  See :doc:`the guide on parameters </guides/parameters>`.
+
   Attributes:
     a: Param of shape ``(..., rank)``.
     b: Param of shape ``(rank, out)``.
@@ -114,6 +116,8 @@ class LowRankUpdate(Parametrization):
     ...   nnx.state(model, nnx.Param)
     ... ))
     {'kernel': {'a': (8, 2), 'b': (2, 6)}}
+
+  See :doc:`the guide on parameters </guides/parameters>`.
 
   Attributes:
     base: Variable of the weight's shape, the weight at the start.

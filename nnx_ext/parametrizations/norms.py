@@ -57,6 +57,8 @@ class WeightNorm(Parametrization):
     Array([[6., 1.],
            [8., 0.]], dtype=float32)
 
+  See :doc:`the guide on parameters </guides/parameters>`.
+
   Attributes:
     v: Param of the weight's shape, the directions.
     g: Param of the feature axes' shape, the lengths.
@@ -107,6 +109,8 @@ class UnitNorm(Parametrization):
     >>> UnitNorm(jnp.array([[3.0, 1.0], [4.0, 0.0]]))()
     Array([[0.6, 1. ],
            [0.8, 0. ]], dtype=float32)
+
+  See :doc:`the guide on parameters </guides/parameters>`.
 
   Attributes:
     v: Param of the weight's shape, the directions.
@@ -166,6 +170,8 @@ class SpectralNorm(Parametrization):
     >>> print(f'{jnp.linalg.norm(critic.kernel[...], 2):.4f}')
     1.0000
     >>> critic.eval()  # the vectors rest
+
+  See :doc:`the guide on parameters </guides/parameters>`.
 
   Attributes:
     w: Param of the weight's shape.

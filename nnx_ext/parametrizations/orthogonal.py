@@ -81,6 +81,8 @@ class Orthogonal(Parametrization):
     >>> bool(jnp.allclose(w.T @ w, jnp.eye(3), atol=1e-5))
     True
 
+  See :doc:`the guide on parameters </guides/parameters>`.
+
   Attributes:
     x: Param of the weight's shape. Entries that do not count stay as they are.
     base: Variable of shape ``(n, n)``, the matrix B; not for

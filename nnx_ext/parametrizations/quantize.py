@@ -44,10 +44,12 @@ class FakeQuant(Parametrization):
   :math:`s / 2` a weight. :func:`nnx_ext.assign` sets a scale anew.
 
   Sources: Bengio et al., 2013, "Estimating or propagating gradients through
-  stochastic neurons for conditional computation", arXiv:1308.3432, for the
+  stochastic neurons for conditional computation",
+  `arXiv:1308.3432 <https://arxiv.org/abs/1308.3432>`__, for the
   straight-through gradient; Jacob et al., 2018, "Quantization and training of
   neural networks for efficient integer-arithmetic-only inference",
-  arXiv:1712.05877, section 3, for training with simulated quantization.
+  `arXiv:1712.05877 <https://arxiv.org/abs/1712.05877>`__, section 3, for
+  training with simulated quantization.
 
   Example::
 
@@ -59,6 +61,8 @@ class FakeQuant(Parametrization):
     Array([ 0.5, -1. ,  1.5], dtype=float32)
     >>> (w[...] / w.scale[...]).astype(jnp.int8)
     Array([ 1, -2,  3], dtype=int8)
+
+  See :doc:`the guide on parameters </guides/parameters>`.
 
   Attributes:
     v: the Param, of the weight's shape and dtype.

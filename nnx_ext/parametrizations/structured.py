@@ -50,6 +50,8 @@ class Kronecker(Parametrization):
     Array([[1., 1., 2., 2.],
            [1., 1., 2., 2.]], dtype=float32)
 
+  See :doc:`the guide on parameters </guides/parameters>`.
+
   Attributes:
     a: Param, the left factor.
     b: Param, the right factor.
@@ -106,6 +108,8 @@ class Circulant(Parametrization):
     Array([[2., 3.],
            [3., 2.]], dtype=float32)
 
+  See :doc:`the guide on parameters </guides/parameters>`.
+
   Attributes:
     c: Param of shape ``(n,)``, the first column.
 
@@ -154,6 +158,8 @@ class Monarch(Parametrization):
     ... )
     >>> model.kernel.left.shape, model.kernel.right.shape
     ((4, 3, 4), (4, 4, 2))
+
+  See :doc:`the guide on parameters </guides/parameters>`.
 
   Attributes:
     left: Param of shape ``(blocks, rows / blocks, blocks)``, the blocks of L.

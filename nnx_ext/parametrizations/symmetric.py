@@ -42,6 +42,8 @@ class Symmetric(Parametrization):
     Array([[1., 3.],
            [3., 5.]], dtype=float32)
 
+  See :doc:`the guide on parameters </guides/parameters>`.
+
   Attributes:
     x: Param of the weight's shape; what is above the diagonal does not count.
 
@@ -83,6 +85,8 @@ class Skew(Parametrization):
     >>> Skew(jnp.array([[1.0, 2.0], [4.0, 5.0]]))()
     Array([[ 0., -1.],
            [ 1.,  0.]], dtype=float32)
+
+  See :doc:`the guide on parameters </guides/parameters>`.
 
   Attributes:
     x: Param of the weight's shape; only what is below the diagonal counts.
@@ -132,6 +136,8 @@ class PositiveDefinite(Parametrization):
     >>> covariance.x[...] -= 10.0  # wherever training goes
     >>> bool(jnp.all(jnp.linalg.eigvalsh(covariance()) > 0))
     True
+
+  See :doc:`the guide on parameters </guides/parameters>`.
 
   Attributes:
     x: Param of the weight's shape; what is above the diagonal does not count.
