@@ -26,12 +26,12 @@ demo: $(VENV)/demo/.stamp
 test: $(VENV)/test/.stamp
 	$(VENV)/test/bin/python -m pytest -n $(JOBS) --dist loadscope --ignore=tests/interop $(ARGS)
 
-# Without the examples and what only they need, and without the bars, which
-# are the same for every version.
+# Without the examples and what only they need, and without the bars and the
+# benchmarks' own tests, which are the same for every version.
 test-core: EXTRAS_test := test
 test-core: NO_DEPS_test :=
 test-core: $(VENV)/test/.stamp
-	$(VENV)/test/bin/python -m pytest -n $(JOBS) --dist loadscope --ignore=tests/interop --ignore=tests/examples --ignore-glob="*bars_test.py" $(ARGS)
+	$(VENV)/test/bin/python -m pytest -n $(JOBS) --dist loadscope --ignore=tests/interop --ignore=tests/examples --ignore=tests/benchmarks --ignore-glob="*bars_test.py" $(ARGS)
 
 # Against the libraries whose files and models we read and write.
 interop: $(VENV)/interop/.stamp

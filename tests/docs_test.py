@@ -134,6 +134,18 @@ class ParsersTest(absltest.TestCase):
     self.assertEqual(files_linked(text), ['b.md', 'e.svg', 'n.md', 'l.png'])
 
 
+def _entries(page: str, directive: str) -> list[str]:
+  """What the directives of a page list, a line each."""
+  blocks = page.split(f'.. {directive}::')[1:]
+  return [
+    entry
+    for block in blocks
+    for entry in re.findall(
+      r'^  ([\w/]+)$', re.split(r'^(?=[^ \n])', block, flags=re.M)[0], re.M
+    )
+  ]
+
+
 class ReferenceTest(parameterized.TestCase):
   @classmethod
   def setUpClass(cls):
@@ -164,9 +176,13 @@ class ReferenceTest(parameterized.TestCase):
 
   def test_every_page_is_in_the_index(self):
     index = (_REFERENCE / 'index.rst').read_text()
-    listed = re.findall(r'^  ([\w/]+)$', index, re.M)
     pages = [page.stem for page in _REFERENCE.glob('*.rst')]
-    self.assertCountEqual(['index', *listed], pages)
+    self.assertCountEqual(['index', *_entries(index, 'toctree')], pages)
+
+  def test_every_function_is_in_the_summary(self):
+    index = (_REFERENCE / 'index.rst').read_text()
+    functions = [name for name in _FUNCTIONS if '.' not in name]
+    self.assertCountEqual(_entries(index, 'autosummary'), functions)
 
 
 class FunctionDocstringTest(parameterized.TestCase):
