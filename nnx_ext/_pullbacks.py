@@ -157,7 +157,7 @@ def linearize_alone(
   return (
     Linearization(
       tuple(losses),
-      lambda _, cotangents: pullback(structure.unflatten(cotangents)),
+      lambda _, cotangents: pullback(jax.tree.unflatten(structure, cotangents)),
       (every_leaf,) * len(losses),
     ),
     aux,
