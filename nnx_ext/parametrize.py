@@ -418,13 +418,22 @@ def _build(
   check_weight(api, path, slot, abstract_weight(built), type(built).__name__)
   sharding = {k: v for k, v in slot.metadata if k in _SHARDING and v}
   for _, theta in nnx.iter_graph(built, graph=True):
-    if not isinstance(theta, nnx.Variable):
-      continue
-    if getattr(theta.get_value(), 'shape', None) == slot.shape:
-      for key, value in sharding.items():
-        if not theta.get_metadata().get(key):
-          theta.set_metadata(key, value)
+    if isinstance(theta, nnx.Variable):
+      if getattr(theta.get_value(), 'shape', None) == slot.shape:
+        _shard(theta, sharding)
   return built
+
+
+def _shard(theta: nnx.Variable, sharding: dict[str, tp.Any]) -> None:
+  """Names the axes of theta, and places it as flax does a new Variable."""
+  own = theta.get_metadata()
+  added = {k: value for k, value in sharding.items() if not own.get(k)}
+  for key, value in added.items():
+    theta.set_metadata(key, value)
+  has_mesh = 'mesh' in added or not jax.sharding.get_abstract_mesh().empty
+  if added and has_mesh:
+    new = type(theta)(theta.get_value(), **theta.get_metadata())
+    theta.set_raw_value(new.get_raw_value())
 
 
 def _like(old: Parametrization) -> Factory:

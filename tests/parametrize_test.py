@@ -446,26 +446,6 @@ class LifeTest(parameterized.TestCase):
   def test_tabulate(self):
     self.assertIn('Cubed', nnx.tabulate(self._model(), models.batch()))
 
-  def test_sharding_metadata(self):
-    init = nnx.with_partitioning(
-      nnx.initializers.lecun_normal(), ('data', 'model')
-    )
-    mesh = jax.make_mesh(
-      (2, 2),
-      ('data', 'model'),
-      axis_types=(jax.sharding.AxisType.Auto,) * 2,
-    )
-    with jax.set_mesh(mesh):
-      plain = nnx.Linear(4, 6, kernel_init=init, rngs=_rngs())
-      model = nnx_ext.parametrize(plain, {nnx.PathContains('kernel'): Cubed})
-    key = next(
-      k
-      for k, v in plain.kernel.get_metadata().items()
-      if v == ('data', 'model')
-    )
-    self.assertEqual(model.kernel.root.get_metadata()[key], ('data', 'model'))
-    self.assertEqual(nnx.graphdef(nnx_ext.bake(model)), nnx.graphdef(plain))
-
   @parameterized.product(mode=list(models.MODES), tx=['sgd', 'adam', 'adamw'])
   def test_trains_like_the_formula(self, mode, tx):
     tx = {
