@@ -43,13 +43,14 @@ lint: $(VENV)/lint/.stamp
 	$(VENV)/lint/bin/mypy
 
 # Measures every case on this machine's device, and writes it to
-# benchmarks/results; PyTorch and PEFT run beside in an interpreter of their own.
+# benchmarks/results, or what ARGS select to $(VENV)/bench/part. PyTorch and
+# PEFT run beside in an interpreter of their own.
 BENCH = $(VENV)/bench/bin/python -m pytest -c benchmarks/pytest.ini benchmarks \
 	--torch-python $(VENV)/interop/bin/python
 
 bench: $(VENV)/bench/.stamp $(VENV)/interop/.stamp
 	$(BENCH) --benchmark-json=$(VENV)/bench/raw.json $(ARGS)
-	$(VENV)/bench/bin/python -m benchmarks.report $(VENV)/bench/raw.json
+	$(VENV)/bench/bin/python -m benchmarks.report $(VENV)/bench/raw.json $(if $(ARGS),--to $(VENV)/bench/part)
 
 # Runs every case once at small sizes, untimed.
 bench-check: $(VENV)/bench/.stamp $(VENV)/interop/.stamp
