@@ -68,8 +68,8 @@ def _where(result: dict) -> str:
   )
   text = (
     f'{result["date"]}, revision {result["revision"]}: {result["device"]}, '
-    f'{result["cores"]} cores, load {result["load"][0]} to '
-    f'{result["load"][1]}; Python {result["python"]}, {versions}.'
+    f'{result["cores"]} cores, load {result["load"][0]:.1f} to '
+    f'{result["load"][1]:.1f}; Python {result["python"]}, {versions}.'
   )
   ceilings = result.get('ceilings')
   if ceilings:

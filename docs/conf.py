@@ -74,6 +74,7 @@ nb_execution_raise_on_error = True
 nb_execution_timeout = 300
 nb_merge_streams = True  # else outputs split by timing
 nb_output_stderr = 'remove-warn'
+nb_render_markdown_format = 'myst'  # tables are shown as such
 
 # -- HTML --------------------------------------------------------------------
 
