@@ -16,6 +16,7 @@
 import os
 import pathlib
 import sys
+import tempfile
 
 # The package, its docstrings and the guides' kernels all come from this
 # checkout, installed or not.
@@ -73,6 +74,16 @@ nb_execution_mode = 'force'
 nb_execution_raise_on_error = True
 nb_execution_timeout = 300
 nb_merge_streams = True  # else outputs split by timing
+
+# Kernels send what is printed when a cell ends. By default a timer does so too,
+# also between a text and its newline, and then an empty line comes out.
+_IPYTHON = tempfile.TemporaryDirectory()
+_STARTUP = pathlib.Path(_IPYTHON.name, 'profile_default', 'startup')
+_STARTUP.mkdir(parents=True)
+(_STARTUP / 'flush.py').write_text(
+  'import sys; sys.stdout.flush_interval = 600'
+)
+os.environ['IPYTHONDIR'] = _IPYTHON.name
 nb_output_stderr = 'remove-warn'
 nb_render_markdown_format = 'myst'  # tables are shown as such
 
