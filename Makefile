@@ -24,18 +24,19 @@ demo: $(VENV)/demo/.stamp
 	$(VENV)/demo/bin/python docs/examples/a2c_cartpole.py $(ARGS)
 
 test: $(VENV)/test/.stamp
-	$(VENV)/test/bin/python -m pytest -n $(JOBS) --dist loadscope --ignore=tests/interop $(ARGS)
+	$(VENV)/test/bin/python -m pytest -n $(JOBS) --dist loadscope --ignore=tests/interop --ignore=tests/benchmarks $(ARGS)
 
-# Without the examples and what only they need, and without the bars and the
-# benchmarks' own tests, which are the same for every version.
+# Without the examples and what only they need, and without the bars, which
+# are the same for every version.
 test-core: EXTRAS_test := test
 test-core: NO_DEPS_test :=
 test-core: $(VENV)/test/.stamp
 	$(VENV)/test/bin/python -m pytest -n $(JOBS) --dist loadscope --ignore=tests/interop --ignore=tests/examples --ignore=tests/benchmarks --ignore-glob="*bars_test.py" $(ARGS)
 
-# Against the libraries whose files and models we read and write.
+# Against the libraries whose files and models we read and write, and those
+# that the benchmarks measure beside.
 interop: $(VENV)/interop/.stamp
-	$(VENV)/interop/bin/python -m pytest -n $(JOBS) --dist loadscope tests/interop $(ARGS)
+	$(VENV)/interop/bin/python -m pytest -n $(JOBS) --dist loadscope tests/interop tests/benchmarks $(ARGS)
 
 lint: $(VENV)/lint/.stamp
 	$(VENV)/lint/bin/ruff check .

@@ -35,7 +35,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from benchmarks import lora_programs, multi_programs, reparam_programs, steps
+from benchmarks import (
+  lora_programs,
+  models,
+  multi_programs,
+  reparam_programs,
+  steps,
+)
 from benchmarks.lora_ways import NAIVE, OURS, Training
 
 WRONG = 'WRONG'
@@ -125,8 +131,8 @@ def _in_float32(check: Check) -> Check:
 
 _WIDE = dict(width=256, size=256)
 _TOKENS = dict(depth=2, width=128, size=2, length=64)
-_BLOCK = functools.partial(lora_programs.Block, 256, 1024)
-_LAYER = functools.partial(lora_programs.Layer, 128, 512, 4)
+_BLOCK = functools.partial(models.Block, 256, 1024)
+_LAYER = functools.partial(models.Layer, 128, 512, 4)
 
 CHECKS = {
   'multi: shared trunk': _multi(

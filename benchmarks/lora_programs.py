@@ -33,42 +33,7 @@ from benchmarks.lora_ways import (
   Training,
   qwix_model,
 )
-
-
-class Block(nnx.Module):
-  """A transformer's feed-forward block."""
-
-  def __init__(
-    self,
-    width: int,
-    hidden: int,
-    *,
-    exact: bool = False,
-    dtype: tp.Any = jnp.float32,
-    rngs: nnx.Rngs,
-  ):
-    self.exact = exact
-    self.norm = nnx.LayerNorm(width, param_dtype=dtype, rngs=rngs)
-    self.up = nnx.Linear(width, hidden, param_dtype=dtype, rngs=rngs)
-    self.down = nnx.Linear(hidden, width, param_dtype=dtype, rngs=rngs)
-
-  def __call__(self, x: jax.Array) -> jax.Array:
-    hidden = nnx.gelu(self.up(self.norm(x)), approximate=not self.exact)
-    return x + self.down(hidden)
-
-
-class Layer(nnx.Module):
-  """A transformer's layer: attention, then a feed-forward block."""
-
-  def __init__(
-    self, width: int, hidden: int, heads: int, *, dtype: tp.Any, rngs: nnx.Rngs
-  ):
-    self.norm = nnx.LayerNorm(width, param_dtype=dtype, rngs=rngs)
-    self.attention = _attention(width, heads, dtype, rngs)
-    self.block = Block(width, hidden, dtype=dtype, rngs=rngs)
-
-  def __call__(self, x: jax.Array) -> jax.Array:
-    return self.block(x + self.attention(self.norm(x)))
+from benchmarks.models import Block, Layer, attention_of, normal
 
 
 def blocks(
@@ -97,7 +62,7 @@ def blocks(
   make = lambda: Block(width, hidden, exact=exact, dtype=dtype, rngs=rngs)
   base = nnx.Sequential(*(make() for _ in range(depth)))
   leading = tokens if isinstance(tokens, tuple) else (tokens,)
-  x = _normal(*leading, width, dtype=dtype)
+  x = normal(*leading, width, dtype=dtype)
   training = Training(base, x, rank)
   others = {}
   if peft:
@@ -118,7 +83,7 @@ def layer(
 ) -> steps.Case:
   """A transformer's layer, all of its six weights adapted."""
   base = Layer(width, hidden, heads, dtype=dtype, rngs=nnx.Rngs(0))
-  x = _normal(batch, tokens, width, dtype=dtype)
+  x = normal(batch, tokens, width, dtype=dtype)
   limit = flops.attention(batch, tokens, width, rank)
   limit += flops.blocks(batch * tokens, width, hidden, rank, to_input=True)
   return Training(base, x, rank).case(limit, UPSTREAM)
@@ -133,8 +98,8 @@ def attention(
   dtype: tp.Any = jnp.float32,
 ) -> steps.Case:
   """The four projections of self-attention."""
-  base = _attention(width, heads, dtype, nnx.Rngs(0))
-  x = _normal(batch, tokens, width, dtype=dtype)
+  base = attention_of(width, heads, dtype, nnx.Rngs(0))
+  x = normal(batch, tokens, width, dtype=dtype)
   limit = flops.attention(batch, tokens, width, rank)
   return Training(base, x, rank).case(limit, UPSTREAM)
 
@@ -148,9 +113,7 @@ def dora(
 ) -> steps.Case:
   """One block with DoRA, and with LoRA, which is less work."""
   base = Block(width, hidden, dtype=dtype, rngs=nnx.Rngs(0))
-  training = Training(
-    base, _normal(tokens, width, dtype=dtype), rank, dora=True
-  )
+  training = Training(base, normal(tokens, width, dtype=dtype), rank, dora=True)
   lora = dataclasses.replace(training, dora=False)
   limit = flops.blocks(tokens, width, hidden, rank, whole=True)
   others = {'LoRA': lora.nnx_ext}
@@ -168,7 +131,7 @@ def conv(
   base = nnx.Conv(
     channels, channels, (3, 3), param_dtype=dtype, rngs=nnx.Rngs(0)
   )
-  x = _normal(batch, size, size, channels, dtype=dtype)
+  x = normal(batch, size, size, channels, dtype=dtype)
   limit = flops.conv(batch, size, channels, rank)
   return Training(base, x, rank, train=False).case(limit, UPSTREAM)
 
@@ -184,7 +147,7 @@ def recurrent(
   cell = nnx.OptimizedLSTMCell(
     width, width, param_dtype=dtype, rngs=nnx.Rngs(0)
   )
-  x = _normal(batch, length, width, dtype=dtype)
+  x = normal(batch, length, width, dtype=dtype)
   return Training(nnx.RNN(cell), x, rank, train=False).case(
     flops.recurrent(batch, width, rank),
     QWIX,
@@ -202,7 +165,7 @@ def embed(
   """The look-up of an embedding: gradients alone, from those of its output."""
   base = nnx.Embed(vocabulary, width, param_dtype=dtype, rngs=nnx.Rngs(0))
   ids = jax.random.randint(jax.random.key(1), (tokens,), 0, vocabulary)
-  direction = _normal(tokens, width)
+  direction = normal(tokens, width)
   loss = lambda model, ids: jnp.vdot(model(ids), direction)
   training = Training(base, ids, rank, loss, train=False, weight='embedding')
   return training.case(6 * tokens * rank * width, UPSTREAM, QWIX)
@@ -217,7 +180,7 @@ def attend(
 ) -> steps.Case:
   """The logits of a tied embedding: gradients alone."""
   base = nnx.Embed(vocabulary, width, param_dtype=dtype, rngs=nnx.Rngs(0))
-  x = _normal(tokens, width, dtype=dtype)
+  x = normal(tokens, width, dtype=dtype)
   loss = lambda model, x: jnp.mean(
     jax.nn.logsumexp(model.attend(x).astype(jnp.float32), -1)
   )
@@ -247,19 +210,3 @@ def _peft(training: Training, exact: bool) -> peft_peer.Peft:
   return peft_peer.Peft(
     trained, weights, x, exact=exact, learning_rate=LEARNING_RATE
   )
-
-
-def _attention(
-  width: int, heads: int, dtype: tp.Any, rngs: nnx.Rngs
-) -> nnx.MultiHeadAttention:
-  return nnx.MultiHeadAttention(
-    num_heads=heads,
-    in_features=width,
-    param_dtype=dtype,
-    decode=False,
-    rngs=rngs,
-  )
-
-
-def _normal(*shape: int, dtype: tp.Any = jnp.float32) -> jax.Array:
-  return jax.random.normal(jax.random.key(1), shape, dtype)

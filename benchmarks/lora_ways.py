@@ -32,6 +32,7 @@ from flax import nnx
 
 import nnx_ext
 from benchmarks import steps
+from benchmarks.models import squares
 
 Loss = tp.Callable[[tp.Any, jax.Array], jax.Array]
 
@@ -44,10 +45,6 @@ OURS, UPSTREAM, QWIX, NAIVE, PEFT, FULL = (
   'PEFT, torch',
   'full',
 )
-
-
-def squares(model: tp.Any, x: jax.Array) -> jax.Array:
-  return jnp.mean((model(x).astype(jnp.float32) - 1.0) ** 2)
 
 
 @dataclasses.dataclass(frozen=True)

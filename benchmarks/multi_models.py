@@ -19,6 +19,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from benchmarks.models import Layer, stacked
+
 
 class MLP(nnx.Module):
   def __init__(
@@ -45,11 +47,6 @@ class MLP(nnx.Module):
     return x
 
 
-def stacked(make: tp.Callable[[nnx.Rngs], tp.Any], depth: int, rngs: nnx.Rngs):
-  """Modules of one kind, their weights on a leading axis."""
-  return nnx.split_rngs(splits=depth)(nnx.vmap(make))(rngs)
-
-
 class Scanned(nnx.Module):
   """Layers of one width, their weights stacked, run by a scan."""
 
@@ -74,24 +71,6 @@ class Scanned(nnx.Module):
     return forward(x, self.layers)
 
 
-class Layer(nnx.Module):
-  """A layer of a transformer, its norms before."""
-
-  def __init__(self, width: int, dtype: tp.Any, rngs: nnx.Rngs):
-    kwargs = dict(dtype=dtype, param_dtype=dtype, rngs=rngs)
-    self.norm1 = nnx.LayerNorm(width, **kwargs)
-    self.attention = nnx.MultiHeadAttention(
-      num_heads=max(width // 64, 1), in_features=width, decode=False, **kwargs
-    )
-    self.norm2 = nnx.LayerNorm(width, **kwargs)
-    self.up = nnx.Linear(width, 4 * width, **kwargs)
-    self.down = nnx.Linear(4 * width, width, **kwargs)
-
-  def __call__(self, x: jax.Array) -> jax.Array:
-    x = x + self.attention(self.norm1(x))
-    return x + self.down(nnx.gelu(self.up(self.norm2(x))))
-
-
 class Transformer(nnx.Module):
   """Layers run by a scan, recomputed in the backward pass with ``remat``."""
 
@@ -104,7 +83,11 @@ class Transformer(nnx.Module):
     dtype: tp.Any = jnp.float32,
     rngs: nnx.Rngs,
   ):
-    self.layers = stacked(lambda rngs: Layer(width, dtype, rngs), depth, rngs)
+    def layer(rngs):
+      heads = max(width // 64, 1)
+      return Layer(width, 4 * width, heads, dtype=dtype, rngs=rngs)
+
+    self.layers = stacked(layer, depth, rngs)
     self.remat = remat
 
   def __call__(self, x: jax.Array) -> jax.Array:

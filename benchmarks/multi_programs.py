@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from benchmarks.models import normal
 from benchmarks.multi_models import MLP, Heads, Scanned, Transformer
 from benchmarks.multi_ways import Program
 
@@ -32,10 +33,6 @@ def dense(rows: int, sizes: tp.Sequence[int]) -> list[int]:
 def first_saves(forward: list[int]) -> int:
   """Forward and backward of layers whose input is not differentiated."""
   return 3 * sum(forward) - forward[0]
-
-
-def _batch(size: int, width: int, dtype=jnp.float32) -> jax.Array:
-  return jax.random.normal(jax.random.key(7), (size, width), dtype)
 
 
 def actor_critic_losses(actor, critic, x) -> dict[str, jax.Array]:
@@ -57,7 +54,7 @@ def separate(width: int = 128, size: int = 64, dtype=jnp.float32) -> Program:
     rngs = nnx.Rngs(0)
     actor = MLP(actor_sizes, dtype=dtype, rngs=rngs)
     critic = MLP(critic_sizes, dtype=dtype, rngs=rngs)
-    return actor, critic, _batch(size, width, dtype)
+    return actor, critic, normal(size, width, dtype=dtype)
 
   limit = sum(
     first_saves(dense(size, sizes)) for sizes in (actor_sizes, critic_sizes)
@@ -75,7 +72,7 @@ def scanned(
     rngs = nnx.Rngs(0)
     actor = Scanned(depth, width, dtype=dtype, rngs=rngs)
     critic = Scanned(depth, width, dtype=dtype, rngs=rngs)
-    return actor, critic, _batch(size, width, dtype)
+    return actor, critic, normal(size, width, dtype=dtype)
 
   limit = 2 * 3 * 2 * size * width**2
   argnums = {'policy': 0, 'value': 1}
@@ -114,7 +111,11 @@ def heads(
   return Program(
     losses=functools.partial(_heads_losses, count, leak),
     arguments=functools.partial(
-      _heads_arguments, make, head_sizes, count, _batch(size, width, dtype)
+      _heads_arguments,
+      make,
+      head_sizes,
+      count,
+      normal(size, width, dtype=dtype),
     ),
     argnums=_heads_argnums(count),
     limit=forward + of_heads + count * back + through,
@@ -149,7 +150,7 @@ def transformer(
       make,
       head_sizes,
       2,
-      jax.random.normal(jax.random.key(7), shape, dtype),
+      normal(*shape, dtype=dtype),
     ),
     argnums=_heads_argnums(2),
     limit=5 * layer + 2 * head,

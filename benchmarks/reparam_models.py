@@ -21,6 +21,7 @@ from flax import nnx
 
 import nnx_ext
 from benchmarks import steps
+from benchmarks.models import squares, stacked
 
 Theta = dict[tp.Any, tp.Any]
 
@@ -55,12 +56,10 @@ class Scanned(nnx.Module):
     dtype=jnp.float32,
     rngs,
   ):
-    @nnx.split_rngs(splits=depth)
-    @nnx.vmap
-    def stack(rngs):
+    def layer(rngs):
       return of_layer(_linear(width, width, dtype=dtype, rngs=rngs))
 
-    self.layers = stack(rngs)
+    self.layers = stacked(layer, depth, rngs)
 
   def __call__(self, x):
     @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
@@ -119,16 +118,8 @@ def _linear(inputs: int, outputs: int, *, dtype, rngs) -> nnx.Linear:
   return nnx.Linear(inputs, outputs, dtype=dtype, param_dtype=dtype, rngs=rngs)
 
 
-def batch(*shape: int, dtype=jnp.float32) -> jax.Array:
-  return jax.random.normal(jax.random.key(7), shape, dtype)
-
-
-def loss(model, x) -> jax.Array:
-  return jnp.mean((model(x).astype(jnp.float32) - 1.0) ** 2)
-
-
 def materialized_loss(model, x) -> jax.Array:
-  return loss(nnx_ext.materialize(model), x)
+  return squares(nnx_ext.materialize(model), x)
 
 
 def theta_of(parametrized: nnx.Module) -> Theta:
@@ -202,7 +193,7 @@ def on_model(step: tp.Callable, model, *rest) -> steps.Jitted:
 def reparam_step(weights: tp.Callable, theta, model, x) -> steps.Jitted:
   """By ``nnx_ext.reparam_value_and_grad``."""
   step = nnx_ext.reparam_value_and_grad(
-    loss, lambda theta, params: weights(theta)
+    squares, lambda theta, params: weights(theta)
   )
   return on_model(
     lambda model, theta, x: step(theta, model, x), model, theta, x
@@ -215,7 +206,7 @@ def hand_step(weights: tp.Callable, theta, model, x, *rest) -> steps.Jitted:
 
   def pure(theta, x, *rest):
     def of_theta(theta):
-      return loss(nnx.merge(graphdef, weights(theta, *rest)), x)
+      return squares(nnx.merge(graphdef, weights(theta, *rest)), x)
 
     return jax.value_and_grad(of_theta)(theta), ()
 

@@ -32,6 +32,7 @@ from flax import nnx
 import nnx_ext
 from benchmarks import reparam_models as models
 from benchmarks import steps
+from benchmarks.models import normal, squares
 from nnx_ext.parametrizations import GaussianMeanField, Orthogonal, WeightNorm
 
 IS_KERNEL = nnx.PathContains('kernel')
@@ -59,7 +60,7 @@ def weight_norm(
   axis and trains the length by a softplus.
   """
   model = models.MLP(depth, width, dtype=dtype, rngs=nnx.Rngs(0))
-  x = models.batch(size, width, dtype=dtype)
+  x = normal(size, width, dtype=dtype)
   parametrized = nnx_ext.parametrize(model, {IS_KERNEL: WeightNorm})
   made = _norm_steps(model, parametrized, x)
 
@@ -68,7 +69,7 @@ def weight_norm(
     options = dict(dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0))
     for i, layer in enumerate(wrapped.layers):
       wrapped.layers[i] = nnx.WeightNorm(layer, **options)
-    return steps.jitted(nnx.value_and_grad(models.loss), (wrapped, x))
+    return steps.jitted(nnx.value_and_grad(squares), (wrapped, x))
 
   if peers:
     made['nnx.WeightNorm'] = upstream
@@ -92,7 +93,7 @@ def weight_norm_scanned(
     return nnx_ext.parametrize(layer, {IS_KERNEL: WeightNorm})
 
   model, parametrized = make(lambda layer: layer), make(parametrize)
-  x = models.batch(size, width, dtype=dtype)
+  x = normal(size, width, dtype=dtype)
   return steps.Case(
     _norm_steps(model, parametrized, x),
     baseline='by hand',
@@ -103,7 +104,7 @@ def weight_norm_scanned(
 
 def _norm_steps(model, parametrized, x) -> dict[str, tp.Any]:
   theta, weights = models.theta_of(parametrized), models.NORMED
-  step = nnx.value_and_grad(models.loss)
+  step = nnx.value_and_grad(squares)
   return {
     'parametrize': lambda: models.on_model(step, parametrized, x),
     'reparam_grad': lambda: models.reparam_step(weights, theta, model, x),
@@ -129,21 +130,21 @@ def _paramax_norm(parametrized, model, x) -> steps.Jitted:
 def weight_norm_eager(depth: int, width: int, size: int) -> steps.Case:
   """Weight norm with every operation run from Python."""
   model = models.MLP(depth, width, rngs=nnx.Rngs(0))
-  x = models.batch(size, width)
+  x = normal(size, width)
   parametrized = nnx_ext.parametrize(model, {IS_KERNEL: WeightNorm})
   theta, weights = models.theta_of(parametrized), models.NORMED
   graphdef = nnx.graphdef(model)
 
   def by_hand(theta):
-    return models.loss(nnx.merge(graphdef, weights(theta)), x)
+    return squares(nnx.merge(graphdef, weights(theta)), x)
 
   step = nnx_ext.reparam_value_and_grad(
-    models.loss, lambda theta, params: weights(theta)
+    squares, lambda theta, params: weights(theta)
   )
   return steps.Case(
     {
       'parametrize': lambda: steps.Eager(
-        nnx.value_and_grad(models.loss), (parametrized, x)
+        nnx.value_and_grad(squares), (parametrized, x)
       ),
       'reparam_grad': lambda: steps.Eager(step, (theta, model, x)),
       'by hand': lambda: steps.Eager(jax.value_and_grad(by_hand), (theta,)),
@@ -161,7 +162,7 @@ def mean_field(
   """
   rngs = nnx.Rngs(params=0, noise=1)
   model = models.MLP(depth, width, dtype=dtype, rngs=rngs)
-  x = models.batch(size, width, dtype=dtype)
+  x = normal(size, width, dtype=dtype)
   parametrized = nnx_ext.parametrize(
     model, {nnx.Param: lambda w: GaussianMeanField(w, stddev=0.05, rngs=rngs)}
   )
@@ -183,7 +184,7 @@ def mean_field(
   def by_reparam(model, theta, keys, count, x):
     def of_keys(model, keys):
       return nnx_ext.reparam_value_and_grad(
-        models.loss, lambda theta, params: weights(theta, keys)
+        squares, lambda theta, params: weights(theta, keys)
       )(theta, model, x)
 
     keys = models.drawn_keys(keys, count, samples)
@@ -194,7 +195,7 @@ def mean_field(
 
   def by_hand(theta, keys, count, x):
     def of_keys(theta, keys):
-      return models.loss(nnx.merge(graphdef, weights(theta, keys)), x)
+      return squares(nnx.merge(graphdef, weights(theta, keys)), x)
 
     def of_theta(theta):
       if samples == 1:
@@ -234,11 +235,11 @@ def orthogonal_recurrent(
   its argument.
   """
   model = models.Recurrent(width, dtype=dtype, rngs=nnx.Rngs(0))
-  x = models.batch(size, time, width, dtype=dtype)
+  x = normal(size, time, width, dtype=dtype)
   is_recurrent = nnx.All(nnx.PathContains('dense_h'), IS_KERNEL)
   parametrized = nnx_ext.parametrize(model, {is_recurrent: Orthogonal})
   kernel = parametrized.rnn.cell.dense_h.kernel
-  kernel.x[...] = 0.1 * models.batch(width, width, dtype=dtype)
+  kernel.x[...] = 0.1 * normal(width, width, dtype=dtype)
   theta = models.theta_of(parametrized)
 
   def rotated(base, x):
@@ -256,7 +257,7 @@ def orthogonal_recurrent(
         nnx.value_and_grad(models.materialized_loss), parametrized, x
       ),
       'lazy': lambda: models.on_model(
-        nnx.value_and_grad(models.loss), parametrized, x
+        nnx.value_and_grad(squares), parametrized, x
       ),
       'by hand': lambda: models.hand_step(
         weights, theta, model, x, kernel.base[...]
@@ -282,9 +283,9 @@ def hypernetwork(
   hyper = models.Hyper(
     depth, width, embedding, hidden, dtype=dtype, rngs=nnx.Rngs(1)
   )
-  x = models.batch(size, width, dtype=dtype)
+  x = normal(size, width, dtype=dtype)
   graphdef, theta = nnx.split(hyper)
-  step = nnx_ext.reparam_value_and_grad(models.loss)
+  step = nnx_ext.reparam_value_and_grad(squares)
 
   weights = lambda theta: nnx.merge(graphdef, theta)()
   made = embedding * hidden + hidden * (width + 1) * width

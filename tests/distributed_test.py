@@ -29,7 +29,6 @@ import time
 
 import jax
 import numpy as np
-import pytest
 from absl.testing import absltest
 from flax import nnx
 
@@ -149,9 +148,6 @@ class RunTogetherTest(absltest.TestCase):
       run_together([_SLEEP, [sys.executable, '-c', 'pass']], 2.0)
 
 
-@pytest.mark.skipif(
-  sys.platform == 'win32', reason='jaxlib has no gloo on Windows'
-)
 class DistributedTest(absltest.TestCase):
   results: list[Arrays]
 

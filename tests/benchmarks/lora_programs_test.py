@@ -13,63 +13,45 @@
 # limitations under the License.
 """The ways of a case to train adapters do the same work."""
 
-import os
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from absl.testing import parameterized
 
 from benchmarks import lora_programs as programs
-from benchmarks import peft_peer, steps
-from benchmarks.lora_ways import FULL, NAIVE, OURS, PEFT
+from benchmarks import steps
+from benchmarks.lora_ways import FULL, NAIVE, OURS
 
 BLOCK = dict(width=16, hidden=32, tokens=8, rank=2, depth=1)
-# Each with what it's called with, and how many ways need no other library.
+# Each with what it's called with.
 CASES = {
-  'blocks': (programs.blocks, BLOCK, 3),
+  'blocks': (programs.blocks, BLOCK),
   'attention': (
     programs.attention,
     dict(width=16, heads=2, tokens=8, rank=2),
-    2,
   ),
-  'dora': (programs.dora, dict(width=16, hidden=32, tokens=8, rank=2), 2),
-  'recurrent': (
-    programs.recurrent,
-    dict(width=8, batch=2, length=4, rank=2),
-    3,
-  ),
-  'attend': (
-    programs.attend,
-    dict(vocabulary=32, width=8, tokens=4, rank=2),
-    2,
-  ),
+  'dora': (programs.dora, dict(width=16, hidden=32, tokens=8, rank=2)),
+  'recurrent': (programs.recurrent, dict(width=8, batch=2, length=4, rank=2)),
+  'attend': (programs.attend, dict(vocabulary=32, width=8, tokens=4, rank=2)),
 }
 
 
 class WaysTest(parameterized.TestCase):
   @parameterized.parameters(*CASES)
   def test_all_give_the_same(self, name):
-    make, sizes, least = CASES[name]
+    make, sizes = CASES[name]
     case = make(**sizes)
     flops, ours = self._run(case.steps[OURS]())
     self.assertLessEqual(case.limit, flops)
-    compared = 1
     for other in set(case.steps) - {OURS, FULL, 'LoRA'}:
       with self.subTest(other):
-        try:
-          _, theirs = self._run(case.steps[other]())
-        except pytest.skip.Exception:
-          continue
+        _, theirs = self._run(case.steps[other]())
         self.assertEqual(len(ours), len(theirs))
         for mine, its in zip(ours, theirs):
           # Of what Adam keeps, the first moments are the gradients.
           self.assertGreater(np.max(np.abs(mine)), 0)
           atol = 1e-4 * np.max(np.abs(mine))
           np.testing.assert_allclose(mine, its, rtol=0, atol=atol)
-        compared += 1
-    self.assertGreaterEqual(compared, least)
 
   def _run(self, step: steps.Jitted) -> tuple[float, list[np.ndarray]]:
     """The flops of a step, and the leaves of what it returns."""
@@ -84,14 +66,3 @@ class WaysTest(parameterized.TestCase):
       trained, *_ = case.steps[name]().arguments
       dtypes = {leaf.dtype for leaf in jax.tree.leaves(trained)}
       self.assertEqual(dtypes, {jnp.dtype(jnp.bfloat16)})
-
-
-class PeftTest(parameterized.TestCase):
-  def test_losses_go_the_same_way(self):
-    if not os.environ.get(peft_peer.PYTHON):
-      self.skipTest('no interpreter with PyTorch was given')
-    case = programs.blocks(**BLOCK, peft=True)
-    ours, peft = (case.steps[name]().prepare() for name in (OURS, PEFT))
-    losses = [(float(ours.run()[0]), peft.run()) for _ in range(3)]
-    np.testing.assert_allclose(*zip(*losses), rtol=1e-5)
-    self.assertLess(losses[2][0], losses[0][0])

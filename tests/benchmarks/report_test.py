@@ -18,10 +18,9 @@ import json
 import pathlib
 import tempfile
 
-import pytest
 from absl.testing import absltest, parameterized
 
-from benchmarks import compare, report, tables
+from benchmarks import compare, plots, report, tables
 
 
 def _benchmark(size: int, step: str, ratio: float) -> dict:
@@ -279,9 +278,6 @@ class CompareTest(parameterized.TestCase):
 
 class PlotsTest(absltest.TestCase):
   def test_draws_the_same_bytes(self):
-    pytest.importorskip('matplotlib')
-    from benchmarks import plots
-
     to = _folder(self)
     result = _result()
     before = copy.deepcopy(result)
